@@ -1,0 +1,50 @@
+# Draftstill from nothing but python3 and make. Everything is installed into .venv; your own Python stays as it is.
+PYTHON ?= python3
+BIN := .venv/bin
+# A package index for torch alone. Its default wheel holds CUDA (several GB); without a GPU, the CPU wheel will do:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+venv: .venv/.installed  ## Install Draftstill and its tools into .venv
+
+demo: venv  ## The main job on a real model and real contracts
+	$(BIN)/draftstill demo
+
+# Passive waiting: beside another busy process, OpenMP's spinning threads run many times slower.
+test: venv  ## Run the tests
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+
+test-slow: venv  ## Run the tests that take minutes, too
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" --timeout 1800
+
+# Types are checked on the built tree: only there do the top-level folders lie where they are imported from.
+lint: venv  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/typecheck .
+	cd build && MYPYPATH=typecheck ../$(BIN)/mypy --config-file ../pyproject.toml -p draftstill
+
+docs: venv  ## Write docs/recipe.md and the schema that editors complete recipes from
+	$(BIN)/draftstill recipe reference > docs/recipe.md
+	$(BIN)/draftstill recipe schema > configs/recipe.schema.json
+
+clean:  ## Remove .venv and everything built; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Draftstill needs Python 3.11 or newer; this is %d.%d. Give another: make PYTHON=python3.12 ..." % v[:2])'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv || { rm -rf .venv; \
+	  echo 'python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv (as root), then the same make again.' >&2; exit 1; }
+	@echo 'Installing Draftstill, torch and the rest into .venv: several minutes, and up to several GB with CUDA (see TORCH_INDEX in the Makefile).'
+	@test -z '$(TORCH_INDEX)' || $(BIN)/python -m pip install -q torch --index-url '$(TORCH_INDEX)'
+	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+	@echo 'Installed.'

@@ -1,0 +1,54 @@
+"""From a recipe's source to a network ready to decode: one way for the recorder, the trainer and the score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftstill.decode.network import Network, refuse_unsupported
+from draftstill.machine import cores
+from draftstill.recipe import Recipe
+from draftstill.sources import ModelSource, load_model, load_tokenizer, resolve_model
+from draftstill.stages import resolved_device, resolved_dtype
+from draftstill.vocabulary import real_size
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A target in memory."""
+
+    network: Network
+    tokenizer: Any
+    source: ModelSource
+    config: Any
+    eos: tuple[int, ...]
+    vocab: int
+    """Real tokens; padded rows beyond them never count."""
+
+
+def set_threads() -> None:
+    """One thread per core this process may use."""
+    torch.set_num_threads(cores())
+
+
+def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
+    """The recipe's target, in its decode dtype unless told otherwise."""
+    set_threads()
+    source = resolve_model(recipe.target, "target.source")
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
+    refuse_unsupported(model.config)
+    vocab = min(real_size(tokenizer), model.config.vocab_size)
+    network = Network(model, vocab=vocab)
+    return Loaded(network, tokenizer, source, model.config, eos_ids(model.config, model.generation_config, tokenizer), vocab)
+
+
+def eos_ids(*holders: Any) -> tuple[int, ...]:
+    """Every id that ends a text: config, generation config and tokenizer may each name one or several."""
+    found: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+    return tuple(sorted(found))

@@ -1,0 +1,293 @@
+"""The front door: verbs of the command line.
+
+Top layer: the only module (with ``plan``) that may reach into decode, distill, train and evaluate, and only inside functions,
+so that ``--help`` and ``plan`` start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftstill.errors import DraftstillError
+from draftstill.guard import GateMissed, guarded, prepare_environment
+
+if TYPE_CHECKING:
+    from draftstill.recipe import Recipe
+    from draftstill.runfolder import RunFolder, Stage
+
+TITLES = {
+    "corpus": ("prepare", "read the documents, group near-duplicates, split off the held-out ones"),
+    "responses": ("respond", "the target continues prompts cut from the documents"),
+    "recording": ("record", "the target's token distributions go to disk"),
+    "draft": ("train", "the draft learns those distributions"),
+    "score": ("evaluate", "every candidate draft is decoded beside plain decoding"),
+    "published": ("publish", "a folder that others can load"),
+}
+"""Stage: the word for making it, and what happens."""
+
+MAKERS: dict[str, tuple[str, str]] = {
+    "corpus": ("corpus", "prepare_corpus"),
+    "responses": ("distill", "respond"),
+    "recording": ("distill", "record"),
+    "draft": ("train", "train"),
+    "score": ("evaluate", "score"),
+    "published": ("evaluate", "publish"),
+}
+"""Stage: where the function lives that makes it, going on where an earlier attempt stopped. Imported when its turn comes."""
+
+app = typer.Typer(
+    name="draftstill",
+    help="Distil a target model's token distributions into a small draft model, and prove what it is worth.",
+    epilog="A run goes on where it stopped: after an interruption give the same command again.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipe_app = typer.Typer(help="Look at recipes: schema, resolved values, reference page.", no_args_is_help=True)
+recording_app = typer.Typer(help="Look at recordings.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+app.add_typer(recording_app, name="recording")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, for example configs/demo.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace the file's: train.learning_rate=2e-4", show_default=False),
+]
+SetAside = Annotated[bool, typer.Option("--set-aside", help="Keep a stage that another recipe made as STAGE.old-N and make a new one.")]
+
+
+def _open(recipe_path: Path, overrides: list[str] | None, set_aside: bool = False) -> tuple[Recipe, RunFolder]:
+    from draftstill.recipe_io import load_recipe
+    from draftstill.runfolder import RunFolder
+
+    recipe = load_recipe(recipe_path, overrides or ())
+    return recipe, RunFolder(recipe.run_dir, set_aside=set_aside)
+
+
+def _face(folder: str, name: str) -> Callable[..., Any]:
+    """A function of a folder. Where it shares its name with its module, the folder may hand out either."""
+    package = importlib.import_module(f"draftstill.{folder}")
+    found = getattr(package, name, None)
+    if found is None or isinstance(found, ModuleType):
+        found = getattr(importlib.import_module(f"{package.__name__}.{name}"), name)
+    return found
+
+
+def _refuse_early(stages: list[Stage], run: RunFolder) -> None:
+    """Refuse a folder of another recipe before hours of work, not when its turn comes."""
+    from draftstill.plan import state
+
+    for stage in stages if not run.set_aside else []:
+        if state(stage) == "made by another recipe":
+            _ = stage.done  # raises, and names the keys that differ
+            stage.begin()
+
+
+def _through(last: str, recipe: Recipe, run: RunFolder) -> None:
+    """Make or reuse every stage up to ``last``, saying which. The caller holds the run folder's lock."""
+    from draftstill.progress import say
+    from draftstill.runfolder import read_json
+    from draftstill.stages import ORDER, stages
+
+    found = stages(recipe, run)
+    names = ORDER[: ORDER.index(last) + 1]
+    _refuse_early([found[name] for name in names], run)
+    for number, name in enumerate(names, 1):
+        stage, (verb, meaning) = found[name], TITLES[name]
+        if stage.done:
+            say(f"[{number}/{len(names)}] {name}: reused (made {read_json(stage.folder / 'provenance.json')['finished']})")
+            continue
+        say(f"[{number}/{len(names)}] {verb}: {'goes on where it stopped; ' if stage.begun else ''}{meaning}")
+        options = {"push": False, "dry_run": False} if name == "published" else {}
+        _face(*MAKERS[name])(recipe, run, **options)
+
+
+def _verb(last: str, then: str | None, recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> tuple[Recipe, RunFolder]:
+    """Make everything up to ``last``, and say what was made and what comes after it."""
+    recipe, run = _open(recipe_path, overrides, set_aside)
+    with run.lock():
+        _through(last, recipe, run)
+    print(f"\nmade  {run.path / last}")
+    if then:
+        print(f"next  {shlex.join(['draftstill', then, str(recipe_path), *(overrides or [])])}")
+    return recipe, run
+
+
+def _show_score(run: RunFolder) -> dict[str, Any]:
+    from draftstill.evaluate.report import to_terminal
+    from draftstill.runfolder import read_json
+
+    folder = run.path / "score"
+    score = read_json(folder / "score.json")
+    print("\n" + to_terminal(score, {"html": folder / "report.html", "markdown": folder / "report.md"}))
+    return score
+
+
+@app.command()
+def plan(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Say what a run will do, reuse and need; start nothing."""
+    from draftstill.plan import plan as describe
+    from draftstill.plan import problems
+
+    resolved, run = _open(recipe, overrides)
+    print(describe(resolved, run))
+    if problems(resolved):
+        raise typer.Exit(1)
+
+
+@app.command()
+def distill(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
+    """Corpus, then the target's responses, then the recording of its distributions."""
+    _verb("recording", "train", recipe, overrides, set_aside)
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
+    """Train the draft on the recording (on many devices: accelerate launch -m draftstill.train RECIPE)."""
+    _verb("draft", "evaluate", recipe, overrides, set_aside)
+
+
+@app.command()
+def evaluate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    set_aside: SetAside = False,
+    min_speedup: Annotated[float | None, typer.Option(help="Exit 2 if the lower end of the winner's speed-up is below this.")] = None,
+    min_alpha: Annotated[float | None, typer.Option(help="Exit 2 if the tuned draft's alpha is below this.")] = None,
+) -> None:
+    """Score every candidate draft by decoding with it; write the report."""
+    _, run = _verb("score", "publish", recipe, overrides, set_aside)
+    missed = gates(_show_score(run), min_speedup, min_alpha)
+    if missed:
+        raise GateMissed("\n".join(missed))
+
+
+@app.command()
+def publish(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    set_aside: SetAside = False,
+    push: Annotated[bool, typer.Option("--push", help="Send the folder to the Hub repository publish.repo_id.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what --push would send, and send nothing.")] = False,
+) -> None:
+    """Write the checked, documented folder that others load; --push sends it to the Hub."""
+    resolved, run = _verb("published", None, recipe, overrides, set_aside)
+    if push or dry_run:
+        with run.lock():
+            _face("evaluate", "publish")(resolved, run, push=push, dry_run=dry_run)
+
+
+@app.command()
+def run(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
+    """All stages, reusing each whose inputs did not change."""
+    _, folder = _verb("published", None, recipe, overrides, set_aside)
+    _show_score(folder)
+
+
+@app.command()
+def decode(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False)],
+    target: Annotated[str, typer.Option(help="Model source: Hub id, folder, .gguf file or pinned wheel.", show_default=False)],
+    draft: Annotated[str | None, typer.Option(help="Draft model; without one, plain decoding.", show_default=False)] = None,
+    gamma: Annotated[int, typer.Option(min=0, max=64, help="Tokens proposed per round.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the sampling.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the trace here.", show_default=False)] = None,
+    sha256: Annotated[str | None, typer.Option(help="Expected SHA-256 of a wheel or .gguf target.", show_default=False)] = None,
+) -> None:
+    """Watch accepted and corrected tokens arrive."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise DraftstillError("the prompt is empty", mend="give a text to continue")
+    options: dict[str, Any] = {"gamma": gamma, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    if sha256:  # only a wheel or a file has one
+        options["sha256"] = sha256
+    _face("decode", "show")(target, draft, text, json_path=json_path, **options)
+
+
+@app.command()
+def demo(overrides: Overrides = None, set_aside: SetAside = False) -> None:
+    """The main job on a real model and real contracts, small enough for a laptop."""
+    from draftstill.progress import say
+
+    recipe_path = config_path("demo.yaml")
+    resolved, folder = _open(recipe_path, overrides, set_aside)
+    say("The demo tunes a small draft for a real target on real contract text, and measures what it gains.")
+    say(f"  target   {resolved.target.source}")
+    say(f"  corpus   {resolved.corpus.source}")
+    say(f"  recipe   {recipe_path}")
+    say(f"  results  {folder.path.resolve()}")
+    say("It is sized for 2 CPU cores and under 20 minutes, downloads included; each step shows the time it still takes.")
+    say("Ctrl-C is safe at any moment: the same command goes on where it stopped.\n")
+    _verb("published", None, recipe_path, overrides, set_aside)
+    _show_score(folder)
+
+
+@recipe_app.command("schema")
+def recipe_schema_() -> None:
+    """Print the JSON schema that editors complete from."""
+    from draftstill.recipe_io import recipe_schema
+
+    print(recipe_schema(), end="")
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Print the resolved recipe: every key, defaults included."""
+    from draftstill.recipe_io import dump_recipe
+
+    print(dump_recipe(_open(recipe, overrides)[0]), end="")
+
+
+@recipe_app.command("reference")
+def recipe_reference_() -> None:
+    """Print the reference of all keys as Markdown (docs/recipe.md)."""
+    from draftstill.plan import reference_page
+
+    print(reference_page(), end="")
+
+
+@recording_app.command("inspect")
+def recording_inspect(path: Annotated[Path, typer.Argument(help="The recording folder of a run.", show_default=False)]) -> None:
+    """Say what a recording holds and whether it is whole."""
+    print(_face("distill", "inspect")(path))
+
+
+def config_path(name: str) -> Path:
+    """A recipe that ships with Draftstill: inside an installed wheel, or beside the package in a source tree."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / name).exists():
+            return folder / name
+    raise DraftstillError(f"the packaged recipe {name} is missing", mend="install Draftstill again")
+
+
+def gates(score: dict[str, Any], min_speedup: float | None, min_alpha: float | None) -> list[str]:
+    """Gates that the score misses. A figure that was not measured passes no gate."""
+    missed = []
+    winner = score["winner"]
+    low = (winner.get("speedup") or {}).get("low")
+    if min_speedup is not None and (low is None or low < min_speedup):
+        found = "there is no winner" if low is None else f"it is {low:.2f}"
+        missed.append(f"--min-speedup {min_speedup}: {found} (lower end of the winner's interval at the deployment temperature)")
+    tuned = [arm for arm in score["arms"] if arm["arm"] == "tuned" and arm["temperature"] == winner["temperature"]]
+    alpha = tuned[0]["alpha"] if tuned else None
+    if min_alpha is not None and (alpha is None or alpha < min_alpha):
+        found = "it was not measured" if alpha is None else f"it is {alpha:.3f}"
+        missed.append(f"--min-alpha {min_alpha}: {found} (the tuned draft's alpha at the deployment temperature)")
+    return missed
+
+
+def main() -> None:
+    """Exit codes: 0 pass, 1 an error, 2 a missed gate, 130 stopped by the user."""
+    prepare_environment()
+    sys.exit(guarded(app))

@@ -1,0 +1,26 @@
+"""The score and what is made of it: statistics, audit, report, published folder. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from draftstill.evaluate.publishing import publish
+    from draftstill.evaluate.report import to_markdown, to_terminal, verdict, write_reports
+    from draftstill.evaluate.scoring import score
+    from draftstill.evaluate.stats import Interval, paired_ratio, pooled_ratio
+
+_HOME = {
+    "Interval": "stats", "paired_ratio": "stats", "pooled_ratio": "stats", "verdict": "report", "to_markdown": "report",
+    "to_terminal": "report", "write_reports": "report", "score": "scoring", "publish": "publishing",
+}  # fmt: skip
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, so that --help pays for neither numpy nor the report.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

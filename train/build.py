@@ -1,0 +1,72 @@
+"""Where a draft's first weights come from: cut out of the target, or an existing small model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftstill.decode import refuse_unsupported
+from draftstill.errors import DraftstillError
+from draftstill.recipe import Recipe
+from draftstill.sources import load_model, load_tokenizer, resolve_model
+from draftstill.stages import resolved_dtype
+from draftstill.vocabulary import check_vocabulary
+
+
+@dataclass(slots=True)
+class Draft:
+    """An untrained draft beside what its target lends it."""
+
+    model: Any
+    """A transformers model in float32, on the CPU."""
+    tokenizer: Any
+    """The target's: a draft is always read with it."""
+    target_head: torch.Tensor
+    """The target's head over the real tokens, [V, H], in the target's dtype."""
+    vocab: int
+    """Real tokens."""
+    name: str
+
+
+def build_draft(recipe: Recipe) -> Draft:
+    """The draft before training. Deterministic: built again, it is the same.
+
+    Raises:
+        DraftstillError: a kept layer the target does not have, or a draft whose vocabulary does not fit.
+    """
+    source = resolve_model(recipe.target, "target.source")
+    tokenizer = load_tokenizer(source)
+    target = load_model(source, resolved_dtype(recipe), "cpu")
+    refuse_unsupported(target.config)
+    target_size = target.config.vocab_size
+    if recipe.draft.source == "prune":
+        vocab = check_vocabulary(tokenizer, tokenizer, target_size, target_size, "draft.source").real_size
+        head = target.lm_head.weight.detach()[:vocab].clone()
+        layers = "-".join(map(str, recipe.draft.layers))
+        return Draft(prune_depth(target, recipe.draft.layers).float(), tokenizer, head, vocab, f"{source.name} layers {layers}")
+    own = resolve_model(recipe.draft, "draft.source")
+    model = load_model(own, "float32", "cpu")
+    refuse_unsupported(model.config, "draft.source")
+    vocab = check_vocabulary(tokenizer, load_tokenizer(own), target_size, model.config.vocab_size, "draft.source").real_size
+    return Draft(model, tokenizer, target.lm_head.weight.detach()[:vocab].clone(), vocab, own.name)
+
+
+def prune_depth(model: Any, keep: tuple[int, ...]) -> Any:
+    """Keep these layers, with embeddings, final norm and head; the model itself is cut, not copied."""
+    depth = model.config.num_hidden_layers
+    if keep[-1] >= depth:
+        raise DraftstillError(f"the target has {depth} layers, numbered from 0", key="draft.layers", value=list(keep),
+                              mend=f"name layers between 0 and {depth - 1}")  # fmt: skip
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = len(keep)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in keep]
+    model.config = model.model.config = config
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in keep])
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+        layer.self_attn.config = config
+    return model
