@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from draftstill.decode.drafters import CompositeDrafter, LookupDrafter, ModelDrafter
     from draftstill.decode.engine import Decoder, Request
-    from draftstill.decode.loading import Loaded, eos_ids, load_target, set_threads
+    from draftstill.decode.loading import Loaded, eos_ids, load_target, revision_of, set_threads
     from draftstill.decode.network import Network, refuse_unsupported
     from draftstill.decode.sampling import Sampling, probabilities
     from draftstill.decode.viewer import show
 
 _HOME = {
     "CompositeDrafter": "drafters", "LookupDrafter": "drafters", "ModelDrafter": "drafters", "Decoder": "engine", "Request": "engine",
-    "Network": "network", "refuse_unsupported": "network", "Loaded": "loading", "load_target": "loading", "eos_ids": "loading",
+    "Network": "network", "refuse_unsupported": "network", "Loaded": "loading", "load_target": "loading", "eos_ids": "loading", "revision_of": "loading",
     "set_threads": "loading", "Sampling": "sampling", "probabilities": "sampling", "show": "viewer",
 }  # fmt: skip
 __all__ = [*_HOME]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal
 from draftstill.decode.network import Network, StaticCache, prefill
@@ -118,7 +119,9 @@ class ModelDrafter:
         hidden = hidden[torch.arange(len(rows), device=device), last]
         ends = [r.draft_length + len(p) for r, p in zip(rows, pending, strict=True)]
         u = None if sampling.greedy else self._noise(rows, counts).to(device)
-        tokens, laws, drawn = [], [], []
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        drawn: list[Tensor] = []
         for i in range(self._steps):
             if i:
                 hidden = network.forward(tokens[-1][:, None], self.cache, [e + i - 1 for e in ends])[:, 0]
@@ -140,7 +143,7 @@ class ModelDrafter:
         )  # fmt: skip
         return proposal, asked, self._steps
 
-    def _noise(self, rows: Sequence[Row], counts: Sequence[int]) -> torch.Tensor:
+    def _noise(self, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
         """[B, gamma] uniforms. A row draws a fixed number, and only when it proposes: its stream never depends on neighbours."""
         nothing = torch.zeros(self.gamma, dtype=torch.float64)
         return torch.stack([uniforms(r.generator, self.gamma) if c else nothing for r, c in zip(rows, counts, strict=True)])

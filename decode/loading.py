@@ -26,6 +26,8 @@ class Loaded:
     eos: tuple[int, ...]
     vocab: int
     """Real tokens; padded rows beyond them never count."""
+    revision: str | None
+    """Commit of a Hub id, as resolved when it was loaded."""
 
 
 def set_threads() -> None:
@@ -42,7 +44,13 @@ def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     refuse_unsupported(model.config)
     vocab = min(real_size(tokenizer), model.config.vocab_size)
     network = Network(model, vocab=vocab)
-    return Loaded(network, tokenizer, source, model.config, eos_ids(model.config, model.generation_config, tokenizer), vocab)
+    eos = eos_ids(model.config, model.generation_config, tokenizer)
+    return Loaded(network, tokenizer, source, model.config, eos, vocab, revision_of(model, source))
+
+
+def revision_of(model: Any, source: ModelSource) -> str | None:
+    """The commit that transformers resolved a Hub id to; None for a local folder."""
+    return getattr(model.config, "_commit_hash", None) or source.revision
 
 
 def eos_ids(*holders: Any) -> tuple[int, ...]:

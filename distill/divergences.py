@@ -62,7 +62,11 @@ def bucketed(q_NV: Tensor, ids_NK: Tensor, p_NK: Tensor, tail_N: Tensor) -> tupl
     """
     used = ids_NK >= 0
     q_NK = q_NV.gather(1, ids_NK.clamp_min(0)) * used
-    q_tail = (q_NV.sum(-1) - q_NK.sum(-1)).clamp_min(0)
+    V = q_NV.shape[1]
+    recorded = torch.zeros(len(q_NV), V + 1, dtype=torch.bool, device=q_NV.device)
+    recorded.scatter_(1, torch.where(used, ids_NK, V), True)
+    # Summed from its members: 1 - sum(q_NK) would lose a thin bucket to cancellation.
+    q_tail = q_NV.masked_fill(recorded[:, :V], 0.0).sum(-1)
     return torch.cat([p_NK * used, tail_N[:, None]], 1), torch.cat([q_NK, q_tail[:, None]], 1)
 
 

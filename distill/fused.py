@@ -8,8 +8,8 @@ q = softmax z, per token and up to the token's weight:
     LK(eta)      dz = l dKL + (1-l) dTVD,  l = exp(-eta alpha)
 
 and T dz for the unscaled logits is divided by T once more. Against a recording (K ids and a tail bucket) each of them is
-    dz = (row scalar) q + corrections at the K ids,
-because ids in the bucket share one ratio p/q. Shape suffixes: N tokens, H hidden, V head rows, K recorded ids.
+    dz = (row scalar) q in the bucket, whose ids share one ratio p/q, and S q - p and so on at the K ids.
+ Shape suffixes: N tokens, H hidden, V head rows, K recorded ids.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _BLOCK_ELEMENTS = 24 << 20
 """Logits per block (rows x V): large matrix products at 100 MB in float32 beside a few hundred MB of weights."""
 _TILE_ELEMENTS = 6 << 20
 """Logits per elementwise tile: 24 MB, so that softmax and its gradient stay in a last-level cache of 32 MB."""
+
+_THINNEST = 1e-30
+"""Least mass of the draft's bucket, so that tail / q_tail stays finite in float32."""
 
 
 @dataclass(slots=True)
@@ -156,8 +159,16 @@ def _dense(p: Tensor, q: Tensor, objective: Objective, need_grad: bool) -> tuple
 def _recorded(q: Tensor, ids: Tensor, used: Tensor, p_k: Tensor, tail: Tensor, objective: Objective, need_grad: bool
               ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     tiny = torch.finfo(q.dtype).tiny
-    q_k = q.gather(1, ids) * used
-    q_tail = (1 - q_k.sum(-1)).clamp_min(1e-9)
+    # Unused places point at the row's first used id and write what is written there. A row without any keeps its q.
+    some = used.any(1, keepdim=True)
+    anchor = ids.gather(1, used.to(torch.uint8).argmax(1, keepdim=True))
+    ids = torch.where(used, ids, anchor)
+    q_at = q.gather(1, ids)
+    q_k = q_at * used
+    # The bucket's mass is summed from its members: 1 - sum(q_k) would lose a thin one to cancellation. q loses its K ids here,
+    # which get their final gradient below.
+    q.scatter_(1, ids, torch.where(some, 0.0, q_at))
+    q_tail = q.sum(-1).clamp_min(_THINNEST)
     low = torch.minimum(p_k, q_k).sum(-1)
     high = low + torch.minimum(tail, q_tail)
     total = p_k.sum(-1) + tail
@@ -168,20 +179,21 @@ def _recorded(q: Tensor, ids: Tensor, used: Tensor, p_k: Tensor, tail: Tensor, o
         kl = torch.where(p_k > 0, p_k * (p_k.clamp_min(tiny).log() - q_k.clamp_min(tiny).log()), 0.0).sum(-1)
         kl += torch.where(tail > 0, tail * (tail.clamp_min(tiny).log() - q_tail.log()), 0.0)
         loss += share * kl
-        ratio = tail / q_tail  # ids in the bucket: dz = (S - tail/q_tail) q
-        scalar += share * (total - ratio)
-        at_k += share[:, None] * (ratio[:, None] * q_k - p_k)
+        scalar += share * (total - tail / q_tail)
+        at_k += share[:, None] * (total[:, None] * q_k - p_k)
     if objective.name != "forward_kl":
         rest = torch.ones_like(low) if share is None else 1 - share
         below_k, below_tail = ((q_k <= p_k) & used).to(q.dtype), (q_tail <= tail).to(q.dtype)
         mass = (q_k * below_k).sum(-1) + q_tail * below_tail
         loss += rest * (total - high)
         scalar += rest * (mass - below_tail)
-        at_k -= rest[:, None] * q_k * (below_k - below_tail[:, None])
+        at_k += rest[:, None] * q_k * (mass[:, None] - below_k)
     if not need_grad:
         return loss, low, high, None
-    dz = q * scalar[:, None]
-    return loss, low, high, dz.scatter_add_(1, ids, at_k * used)
+    dz = q.mul_(scalar[:, None])
+    first = at_k.gather(1, used.to(torch.uint8).argmax(1, keepdim=True))
+    final = torch.where(used, at_k, torch.where(some, first, dz.gather(1, ids)))
+    return loss, low, high, dz.scatter_(1, ids, final)
 
 
 def _kl_share(objective: Objective, overlap: Tensor) -> Tensor | None:

@@ -36,6 +36,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def opening(tokenizer: Any) -> list[int]:
+    """What the tokenizer sets before a text of its own accord (a BOS, or nothing): the deployment's texts begin with it."""
+    bare, whole = encode(tokenizer, "a"), tokenizer("a")["input_ids"]
+    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return whole[:at]
+
+
 def cut_prompts(documents: list[Document], count: int, settings: Respond, tokenizer: Any, seed: int) -> list[Prompt]:
     """Up to ``count`` prompts: one from each document in turn, then second ones and so on, none overlapping another.
 
@@ -69,7 +76,7 @@ def _starts(document: Document, prompt_tokens: int, seed: int) -> list[int]:
 
 def _prompt(name: str, ids: list[int], settings: Respond, tokenizer: Any) -> Prompt:
     if not settings.chat_template:
-        return Prompt(name, ids, 0)
+        return Prompt(name, [*opening(tokenizer), *ids], 0)
     if not getattr(tokenizer, "chat_template", None):
         raise DraftstillError("the target's tokenizer has no chat template", key="respond.chat_template", value=True,
                               mend="set respond.chat_template: false for a base model")  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftstill.corpus import prepare_corpus, read_documents
 from draftstill.decode import Network, load_target
-from draftstill.distill.prompts import encode, seed_of
+from draftstill.distill.prompts import encode, opening, seed_of
 from draftstill.distill.recording import write_manifest, write_shard
 from draftstill.distill.responses import SIDES, read_responses, respond
 from draftstill.errors import DraftstillError
@@ -48,7 +48,7 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
                               mend="set respond.prompts or record.document_tokens above 0")  # fmt: skip
     about = {
         "target": asdict(target.source), "dtype": resolved_dtype(recipe), "vocab": target.vocab, "hidden_size": target.network.hidden,
-        "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
+        "revision": target.revision, "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
         "sampler": recipe.respond.sampler.model_dump(),
     }  # fmt: skip
     manifests = {}
@@ -69,13 +69,17 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
 
 
 def _responses(folder: Path, side: str, recipe: Recipe) -> list[Text]:
+    """Prompt and response as one text. The held-out side is supervised on what the target wrote alone: alpha is measured there."""
     limit = recipe.record.sequence_length
     texts = []
     for row in read_responses(folder, side):
         ids = [*row["prompt"], *row["response"]]
-        if len(ids) > limit and row["supervised_from"] >= limit - 1:
-            continue  # the whole response lies behind the cut
-        texts.append((ids[:limit], row["supervised_from"]))
+        if row["finish"] == "eos":
+            ids.pop()  # nobody asks what follows the end
+        start = row["supervised_from"] if side == "train" else len(row["prompt"]) - 1
+        ids = ids[:limit]
+        if start < len(ids):  # else the whole response lies behind the cut
+            texts.append((ids, start))
     return texts
 
 
@@ -84,12 +88,14 @@ def _documents(recipe: Recipe, corpus: Path, tokenizer: Any) -> list[Text]:
     wanted, length = recipe.record.document_tokens, recipe.record.sequence_length
     if not wanted:
         return []
+    first = opening(tokenizer)
     pieces: list[tuple[int, list[int]]] = []
     for document in read_documents(corpus, "train"):
         ids = encode(tokenizer, document.text)
-        for at in range(0, len(ids), length):
-            if len(piece := ids[at : at + length]) >= _SHORTEST:
-                pieces.append((seed_of(recipe.seed, "piece", document.id, at), piece))
+        step = length - len(first)
+        for at in range(0, len(ids), step):
+            if len(piece := ids[at : at + step]) >= _SHORTEST:
+                pieces.append((seed_of(recipe.seed, "piece", document.id, at), [*first, *piece]))
     pieces.sort(key=lambda p: p[0])
     texts: list[Text] = []
     taken = 0
@@ -135,11 +141,9 @@ class TopK:
             normaliser = z.logsumexp(-1, keepdim=True)
             top, ids = z.topk(k, -1)
             logp = top - normaliser
-            if k < vocab:
-                # What was kept is blanked and the rest summed: 1 - sum(kept) would lose a thin tail to cancellation.
-                tail = (z.scatter_(1, ids, -torch.inf).logsumexp(-1) - normaliser.squeeze(1)).exp()
-            else:
-                tail = torch.zeros(len(z), device=z.device)
+            # What was kept is blanked and the rest summed: 1 - sum(kept) would lose a thin tail to cancellation.
+            rest = z.scatter_(1, ids, -torch.inf).logsumexp(-1) - normaliser.squeeze(1)
+            tail = rest.exp() if k < vocab else torch.zeros(len(z), device=z.device)
             parts.append((ids.to(torch.int32), logp.half(), tail))
         ids, logp, tail = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
         return {"ids": ids.to(torch.uint16) if vocab <= 1 << 16 else ids, "logp": logp, "tail": tail}

@@ -43,14 +43,14 @@ class Recorded:
 
 def write_shard(path: Path, tokens: Sequence[Sequence[int]], starts: Sequence[int], columns: dict[str, Tensor]) -> None:
     """Write whole sequences; ``columns`` are [N, ...] in the order of the concatenated tokens."""
-    lengths = torch.tensor([0, *map(len, tokens)], dtype=torch.int64)
+    lengths = torch.tensor([0, *(len(t) for t in tokens)], dtype=torch.int64)
     flat = torch.tensor([t for s in tokens for t in s], dtype=torch.int32)
     save_tensors(path, {"tokens": flat, "offsets": lengths.cumsum(0), "start": torch.tensor(list(starts), dtype=torch.int32), **columns})
 
 
 def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """List the shards with sizes and checksums beside what the laws were made from."""
-    shards = []
+    shards: list[dict[str, Any]] = []
     for path in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(path, "pt") as file:
             offsets = file.get_tensor("offsets")

@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,11 +72,8 @@ def _open(recipe_path: Path, overrides: list[str] | None, set_aside: bool = Fals
 
 
 def _face(folder: str, name: str) -> Callable[..., Any]:
-    """A function of a folder. Where it shares its name with its module, the folder may hand out either."""
-    package = importlib.import_module(f"draftstill.{folder}")
-    found = getattr(package, name, None)
-    if found is None or isinstance(found, ModuleType):
-        found = getattr(importlib.import_module(f"{package.__name__}.{name}"), name)
+    """A function of a folder, imported when its turn comes."""
+    found: Callable[..., Any] = getattr(importlib.import_module(f"draftstill.{folder}"), name)
     return found
 
 
@@ -230,6 +226,17 @@ def demo(overrides: Overrides = None, set_aside: SetAside = False) -> None:
     say("Ctrl-C is safe at any moment: the same command goes on where it stopped.\n")
     _verb("published", None, recipe_path, overrides, set_aside)
     _show_score(folder)
+
+
+@recipe_app.command("new")
+def recipe_new(path: Annotated[Path, typer.Argument(help="Where to write it, for example my.yaml.", show_default=False)]) -> None:
+    """Write a commented recipe for your own target and text."""
+    from draftstill.runfolder import atomic_write
+
+    if path.exists():
+        raise DraftstillError("there is a file of this name already", value=str(path), mend="give another name; nothing was overwritten")
+    atomic_write(path, config_path("contracts.yaml").read_text(encoding="utf-8"))
+    print(f"wrote {path}; change the lines marked CHANGE, then: draftstill plan {shlex.quote(str(path))}")
 
 
 @recipe_app.command("schema")

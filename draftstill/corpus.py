@@ -54,6 +54,9 @@ def prepare_corpus(recipe: Recipe, run: RunFolder) -> Path:
     Raises:
         DraftstillError: a missing source, no usable document, mostly unusable rows, or too few groups to hold any out.
     """
+    if run.path.resolve().is_relative_to(Path(recipe.corpus.source).expanduser().resolve()):
+        raise DraftstillError("the run folder lies inside the corpus folder, so that its own results would be read as text", key="run_dir",
+                              value=str(run.path), mend=f"give a run_dir outside of {recipe.corpus.source}")  # fmt: skip
     stage = stages(recipe, run)["corpus"]
     if stage.done:
         return stage.folder

@@ -46,6 +46,8 @@ def state(stage: Stage) -> State:
     if not record.exists():
         return "will run"
     same = read_json(record).get("fingerprint") == stage.fingerprint
+    if not same and now == "goes on" and not stage.worked:
+        return "will run"
     return "made by another recipe" if not same else "reused" if now == "reused" else "goes on"
 
 
@@ -220,7 +222,7 @@ def plan(recipe: Recipe, run: RunFolder) -> str:
 
 
 def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None, need: Estimates) -> str:
-    e, s = recipe.evaluate, recipe.respond.sampler
+    e, s, loss = recipe.evaluate, recipe.respond.sampler, recipe.train.loss
     if target is None:
         size = "size unknown until downloaded"
     else:
@@ -237,7 +239,10 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None, need: Estima
         ("corpus", recipe.corpus.source),
         ("sampler", f"temperature {s.temperature:g}, top_k {s.top_k or 'all'}, top_p {s.top_p:g}"),
         ("recording", mode),
-        ("loss", f"{recipe.train.loss.name}, temperature {recipe.train.loss.temperature:g}; learning rate {recipe.train.learning_rate:g}"),
+        (
+            "loss",
+            f"{loss.name}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}",
+        ),
         ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {e.gamma}"),
         ("seed", str(recipe.seed)),
     ]

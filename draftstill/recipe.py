@@ -62,7 +62,7 @@ class Draft(Section):
     """Target layers that a pruned draft keeps, in order. Few: a draft's cost decides as much as its acceptance."""
     head_tokens: Annotated[int, Field(ge=0)] = 0
     """Draft only from this many token ids, the most frequent in the recorded text (0: all). The published weights keep the
-    whole head; only the decoder's draft step skips the rare rows, whose q is then 0."""
+    whole head; only the decoder's draft step skips the rare rows, whose q is then 0. Decided at scoring: nothing is trained again."""
 
     @model_validator(mode="after")
     def _layers_ascend(self) -> Draft:
@@ -277,7 +277,10 @@ class Recipe(Section):
     """Publishing."""
 
     @model_validator(mode="after")
-    def _loss_temperature(self) -> Recipe:
+    def _temperatures_agree(self) -> Recipe:
+        deployed = self.respond.sampler.temperature
+        if deployed not in self.evaluate.temperatures:
+            raise ValueError(f"evaluate.temperatures must contain the deployment's temperature, respond.sampler.temperature ({deployed:g})")
         asked = self.train.loss.temperature
         if self.record.mode == "topk" and asked is not None and asked != self.record.temperature:
             raise ValueError(

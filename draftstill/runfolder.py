@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -116,20 +117,29 @@ class Stage:
     def begun(self) -> bool:
         return (self.work / "stage.json").exists()
 
+    @property
+    def worked(self) -> bool:
+        """Whether the work folder holds a result. An attempt that a wrong path or value stopped before the first one claims nothing:
+        the mended recipe takes its place unasked."""
+        return any(p.is_file() and p.name not in ("stage.json", "rejected.jsonl") for p in self.work.rglob("*"))
+
     def begin(self) -> Path:
         """The folder to work in, new or as the last attempt left it."""
-        if self.begun:
+        if self.begun and self.worked:
             self._same(self.work / "stage.json", self.work)
-        if not self.begun:
+        if not (self.begun and self.worked):
             self.work.mkdir(parents=True, exist_ok=True)
             write_json(self.work / "stage.json", {"stage": self.name, "fingerprint": self.fingerprint, "inputs": self.inputs})
+        for left in [*self.work.rglob(".*.tmp")]:  # a killed process could not clear its half-written files away
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         return self.work
 
     def finish(self, **facts: Any) -> Path:
         """Write the provenance and rename the work folder into place."""
         write_json(self.work / "provenance.json", {**self.provenance(), "facts": facts})
-        (self.work / "stage.json").unlink()
+        # In this order: a work folder without its stage.json, left by a kill, would be taken over by any recipe.
         os.replace(self.work, self.folder)
+        (self.folder / "stage.json").unlink()
         return self.folder
 
     def provenance(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ def resolve_model(source: Source | Draft, key: str) -> ModelSource:
     origin: dict[str, Any] = {"source": text, "sha256": source.sha256, "revision": source.revision}
     if is_wheel(text):
         root = wheel_files(text, source.sha256, key)
-        return _from_folder(root, source, key, {"kind": "wheel", **origin}, trust, licence=_wheel_licence(root), wheel=True)
+        return _from_folder(root, source, key, {"kind": "wheel", **origin}, trust, licence=None, wheel=True)
     path = Path(text).expanduser()
     if path.is_dir():
         return _from_folder(path, source, key, {"kind": "folder", **origin}, trust, licence=_card_licence(path))
@@ -220,17 +219,6 @@ def _card_licence(folder: Path) -> str | None:
     if isinstance(licence, list):
         licence = ", ".join(map(str, licence))
     return licence.strip() or None if isinstance(licence, str) else None
-
-
-def _wheel_licence(root: Path) -> str | None:
-    for path in sorted(root.glob("*.dist-info/METADATA")):
-        head = HeaderParser().parsestr(path.read_text(encoding="utf-8", errors="replace"))
-        for name in ("License-Expression", "License"):
-            # Some packages paste the whole licence text into this field; that is no licence id.
-            value = (head.get(name) or "").strip()
-            if value and "\n" not in value and len(value) <= 64 and value.upper() != "UNKNOWN":
-                return value
-    return None
 
 
 @contextlib.contextmanager

@@ -53,12 +53,13 @@ def _transformers(bench: Bench, prompts: Sequence[Prompt]) -> list[list[int]]:
     device = resolved_device(recipe)
     model = load_model(resolve_model(recipe.target, "target.source"), "float32", device)
     eos = list(bench.target.eos)
+    padding = list(range(bench.target.vocab, model.config.vocab_size))  # no real tokens: the decoder never scores them
     texts = []
     for p in prompts:
         ids = torch.tensor([p.ids], device=device)
         # Settings that a model's generation_config may carry and that are no part of greedy decoding are put out of action.
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_TOKENS, do_sample=False, num_beams=1, repetition_penalty=1.0,
-                             no_repeat_ngram_size=0, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0)  # fmt: skip
+                             no_repeat_ngram_size=0, suppress_tokens=padding or None, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0)  # fmt: skip
         texts.append(out[0, len(p.ids) :].tolist())
     return texts
 

@@ -90,6 +90,11 @@ def losslessness(score: Score) -> tuple[bool | None, str]:
     if sampling.get("p_value") is not None:
         passed &= sampling["p_value"] >= SAMPLING_ALARM
         parts.append(f"{sampling['draws']:,} sampled draws fit exact enumeration with p = {sampling['p_value']:.3g} (chi-squared)")
+    timed = audit.get("greedy_timed") or {}
+    if timed.get("identical"):
+        # Says what was timed; no fault in a dtype whose near-ties fall either way.
+        counts = ", ".join(f"{ARMS[arm]} {n}" for arm, n in timed["identical"].items())
+        parts.append(f"of the {timed['prompts']} texts timed at temperature 0 in {timed['dtype']}, as many equal plain decoding: {counts}")
     if not greedy.get("prompts") and not sampling:
         # A self-pair alone says that the counters are right, not that the output is.
         return (None if passed else False), "; ".join(["the output was not compared with plain decoding", *parts])
@@ -232,7 +237,8 @@ def conditions(score: Score) -> list[tuple[str, str]]:
         ("training", f"{d['trained_tokens']:,} tokens in {d['train_seconds']:,.0f} s, loss {d['loss']}"),
         ("corpus", f"{k['source']}: {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for this score; "
          f"{k['recorded_tokens']:,} tokens recorded"),
-        ("prompts", f"{c['prompts']} held-out, {c['max_new_tokens']} new tokens each, EOS ignored so that all arms do the same work"),
+        ("prompts", f"{c['prompts']} held-out, {c['max_new_tokens']} new tokens each, EOS ignored so that all arms do the same work"
+         + (f" ({share(c['past_eos'])} of plain decoding's tokens stand behind one)" if c.get("past_eos") is not None else "")),
         ("sampler", f"temperatures {', '.join(f'{x:g}' for x in c['temperatures'])}, top_k {c['top_k']}, top_p {c['top_p']:g}, seed {c['seed']}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, flags {' '.join(m['cpu_flags']) or 'none'}"),
         ("running", f"{c['device']}, {c['dtype']}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
@@ -246,8 +252,9 @@ def conditions(score: Score) -> list[tuple[str, str]]:
 
 NOTES = (
     "token acceptance: accepted / proposed draft tokens. alpha: mean over positions of sum min(p, q) on target-written text. "
-    "tau: tokens per target pass, its own included. c and v: time of a draft step and of a verify pass over a plain target step. "
-    "predicted: tau / (gamma c + v). measured: plain decode time over speculative decode time, same engine, prompts and token count, "
+    "tau: tokens per target pass, its own included. c and v: time of a draft step and of a verify pass over a plain target step, "
+    "measured apart from the arms. predicted: tau / (draft steps per round x c + v). "
+    "measured: plain decode time over speculative decode time, same engine, prompts and token count, "
     "prefill apart; the interval is a paired bootstrap over prompts. Square brackets hold the {confidence} interval."
 )
 
@@ -305,7 +312,7 @@ def to_terminal(score: Score, report_paths: Mapping[str, Path]) -> str:
     lines += ["", f"Lossless:   {'not audited' if passed is None else f'yes{same}' if passed else 'NO, see the report'}"]
     if "html" in report_paths:
         lines.append(f"Report:     {_short(report_paths['html'])}")
-    lines += ["Your text:  cp configs/demo.yaml my.yaml, name your text in corpus.source,", "            then: draftstill run my.yaml"]
+    lines += ["Your text:  draftstill recipe new my.yaml    (then name target and text in it)", "            draftstill run my.yaml"]
     return "\n".join(lines)
 
 

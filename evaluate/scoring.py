@@ -23,6 +23,7 @@ from draftstill.distill import Prompt, cut_prompts, seed_of
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench, teacher_forced_alpha
 from draftstill.evaluate.audit import audit
+from draftstill.evaluate.costs import Costs, measure_costs
 from draftstill.evaluate.report import write_reports
 from draftstill.evaluate.stats import Interval, paired_ratio, pooled_ratio
 from draftstill.machine import LoadWatch, cores, describe_machine
@@ -43,34 +44,45 @@ def score(recipe: Recipe, run: RunFolder) -> Score:
         return read_json(stage.folder / "score.json")
     work = stage.begin()
     bench = open_bench(recipe, draft)
-    prompts = _prompts(recipe, run, bench)
+    prompts, audited_prompts = _prompts(recipe, run, bench)
     cells = _decode_all(bench, prompts, work)
-    audited = _audit(recipe, draft, prompts, work)
-    result = assemble(recipe, run, bench, prompts, cells, audited)
+    costs = _costs(bench, prompts, work)
+    audited = _audit(recipe, draft, audited_prompts, work)
+    result = assemble(recipe, run, bench, prompts, cells, costs, audited)
     write_json(work / "score.json", result)
     write_reports(result, work)
     stage.finish(winner=result["winner"])
     return result
 
 
-def _prompts(recipe: Recipe, run: RunFolder, bench: Bench) -> list[Prompt]:
+def _prompts(recipe: Recipe, run: RunFolder, bench: Bench) -> tuple[list[Prompt], list[Prompt]]:
+    """Held-out prompts to score, and those to audit: each the first so many of one list."""
+    settings = recipe.evaluate
     documents = read_documents(prepare_corpus(recipe, run), "test")
-    prompts = cut_prompts(documents, recipe.evaluate.prompts, recipe.respond, bench.target.tokenizer, recipe.seed)
+    prompts = cut_prompts(documents, max(settings.prompts, settings.audit_prompts), recipe.respond, bench.target.tokenizer, recipe.seed)
     if not prompts:
         raise DraftstillError(f"no held-out document is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or raise corpus.heldout_fraction")  # fmt: skip
-    if len(prompts) < recipe.evaluate.prompts:
-        say(f"  evaluate.prompts: the held-out documents hold {len(prompts)} prompts, not {recipe.evaluate.prompts}")
-    return prompts
+    if len(prompts) < settings.prompts:
+        say(f"  evaluate.prompts: the held-out documents hold {len(prompts)} prompts, not {settings.prompts}")
+    return prompts[: settings.prompts], prompts[: settings.audit_prompts]
 
 
 def _audit(recipe: Recipe, draft: Path, prompts: Sequence[Prompt], work: Path) -> dict[str, Any] | None:
     path = work / "audit.json"
     if not path.exists():
-        if recipe.evaluate.audit_prompts:
+        if prompts:
             say("  audit: float32 greedy against plain decoding and transformers, self-pair, sampling against the exact law")
-        write_json(path, audit(recipe, draft, prompts[: recipe.evaluate.audit_prompts]))
+        write_json(path, audit(recipe, draft, prompts))
     return read_json(path)
+
+
+def _costs(bench: Bench, prompts: Sequence[Prompt], work: Path) -> Costs:
+    path = work / "costs.json"
+    if not path.exists():
+        # half-way through the texts
+        write_json(path, measure_costs(bench, len(prompts[0].ids) + bench.recipe.evaluate.max_new_tokens // 2).to_json())
+    return Costs(**read_json(path))
 
 
 def _sampling(recipe: Recipe, temperature: float) -> Sampling:
@@ -130,7 +142,7 @@ def assemble(recipe: Recipe, run: RunFolder, bench: Bench, prompts: Sequence[Pro
     arms, comparisons = [], []
     for t, rows in cells.items():
         traces = {arm: [_trace(c["arms"][arm]) for c in rows] for arm in (PLAIN, *recipe.evaluate.candidates)}
-        arms += [_arm(recipe, bench, arm, t, traces, rows) for arm in traces]
+        arms += [_arm(recipe, bench, costs, arm, t, traces, rows) for arm in traces]
         comparisons += _comparisons(recipe, t, traces)
     deploy = recipe.respond.sampler.temperature
     at = deploy if deploy in cells else next(iter(cells))
@@ -140,42 +152,68 @@ def assemble(recipe: Recipe, run: RunFolder, bench: Bench, prompts: Sequence[Pro
         "target": _about_target(bench),
         "draft": _about_draft(recipe, found["draft"], bench),
         "corpus": _about_corpus(recipe, found),
+        "costs": costs.to_json(),
         "training": {"curve": found["draft"].facts()["curve"]},
-        "conditions": _conditions(recipe, prompts, cells),
+        "conditions": {**_conditions(recipe, prompts, cells), "past_eos": round(_past_eos(bench, cells), 4)},
         "arms": arms,
         "comparisons": comparisons,
         "winner": winner(arms, comparisons, at),
-        "audit": audited,
+        "audit": {**audited, "greedy_timed": _greedy_timed(recipe, cells)} if audited else None,
         "examples": _examples(recipe, bench, prompts, cells[at], at),
     }
 
 
 def _arm(
-    recipe: Recipe, bench: Bench, arm: str, temperature: float, traces: dict[str, list[Trace]], rows: list[dict[str, Any]]
+    recipe: Recipe,
+    bench: Bench,
+    costs: Costs,
+    arm: str,
+    temperature: float,
+    traces: dict[str, list[Trace]],
+    rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    own, plain = traces[arm], metrics(traces[PLAIN])
+    own = traces[arm]
     m = metrics(own)
-    step = plain["verify_round_s"]
-    c = m["draft_step_s"] / step if m["draft_step_s"] else (None if arm == PLAIN else 0.0)
-    v = None if arm == PLAIN else m["verify_round_s"] / step
     alphas = [a for cell in rows for a in cell["alpha"].get(arm, ())]
     gamma = bench.gamma(arm)
-    speedup = predicted = None
-    if arm != PLAIN and v is not None:
-        speedup = speed_ratio(recipe, traces[PLAIN], own).to_json()
-        predicted = m["tau"] / (m["draft_steps"] / m["rounds"] * (c or 0.0) + v)
-    acceptance = None
-    if m["proposed"]:
-        acceptance = pooled_ratio(*_sums(own, "accepted", "proposed"), **_bootstrap(recipe)).to_json()
-    model = arm in bench.drafts and c is not None and v is not None
+    figures: dict[str, Any] = dict.fromkeys(("c", "v", "predicted", "break_even", "ceiling", "speedup", "acceptance"))
+    if arm != PLAIN:
+        draft = "tuned" if arm == "composite" else arm
+        c = costs.c(draft) if draft in bench.drafts else 0.0
+        # Each round at its own width: lookup and the composite do not always propose.
+        v = statistics.fmean(costs.v(1 + r.proposed) for t in own for r in t.rounds)
+        figures |= {"c": c, "v": v, "predicted": m["tau"] / (m["draft_steps"] / m["rounds"] * c + v)}
+        figures["speedup"] = speed_ratio(recipe, traces[PLAIN], own).to_json()
+        if arm in bench.drafts:  # the formulas speak of one drafter that always proposes gamma tokens
+            figures |= {"break_even": break_even(gamma, c, v), "ceiling": ceiling(gamma, c, v)}
+    accepted = pooled_ratio(*_sums(own, "accepted", "proposed"), **_bootstrap(recipe))
+    if accepted is not None:
+        figures["acceptance"] = accepted.to_json()
     return {
-        "arm": arm, "temperature": temperature, "gamma": gamma, "metrics": m, "alpha": statistics.fmean(alphas) if alphas else None, "c": c, "v": v,
-        "predicted": predicted, "break_even": break_even(gamma, c, v) if model else None, "ceiling": ceiling(gamma, c, v) if model else None,
-        "speedup": speedup, "acceptance": acceptance, "tokens_per_s": m["tokens_per_s"],
+        "arm": arm, "temperature": temperature, "gamma": gamma, "metrics": m, "alpha": statistics.fmean(alphas) if alphas else None, **figures,
+        "tokens_per_s": m["tokens_per_s"],
         "per_prompt": [{"prompt": cell["prompt"], "seconds": t.decode_s, "emitted": len(t.tokens), "rounds": len(t.rounds),
                         "proposed": sum(r.proposed for r in t.rounds), "accepted": sum(r.accepted for r in t.rounds)}
                        for cell, t in zip(rows, own, strict=True)],
     }  # fmt: skip
+
+
+def _greedy_timed(recipe: Recipe, cells: dict[float, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """How many temperature-0 texts of the timing itself, in its dtype, equal plain decoding's. In bfloat16 near-ties may fall either way."""
+    rows = cells.get(0.0)
+    if not rows:
+        return None
+    same = {arm: sum(c["arms"][arm]["tokens"] == c["arms"][PLAIN]["tokens"] for c in rows) for arm in recipe.evaluate.candidates}
+    return {"dtype": resolved_dtype(recipe), "prompts": len(rows), "identical": same}
+
+
+def _past_eos(bench: Bench, cells: dict[float, list[dict[str, Any]]]) -> float:
+    """Share of plain decoding's timed tokens that stand behind an end of text: timing runs on to a fixed length."""
+    total = behind = 0
+    for tokens in (c["arms"][PLAIN]["tokens"] for rows in cells.values() for c in rows):
+        end = next((i for i, t in enumerate(tokens) if t in bench.target.eos), len(tokens))
+        total, behind = total + len(tokens), behind + max(0, len(tokens) - end - 1)
+    return behind / total
 
 
 def _sums(traces: Sequence[Trace], *names: str) -> list[list[int]]:

@@ -44,7 +44,7 @@ def test_wheel_installs_only_draftstill(wheel: Path) -> None:
     tops = {n.split("/")[0] for n in names}
     assert tops == {"draftstill", next(t for t in tops if t.endswith(".dist-info"))}
     assert {f"draftstill/{f}/__init__.py" for f in FOLDERS} <= set(names)
-    assert {"draftstill/configs/demo.yaml", "draftstill/configs/contracts.yaml", "draftstill/configs/accelerate/fsdp2.yaml"} <= set(names)
+    assert {"draftstill/configs/demo.yaml", "draftstill/configs/contracts.yaml", "draftstill/configs/accelerate/ddp.yaml"} <= set(names)
     assert any(n.endswith("/LICENSE") for n in names)
     for path in ROOT.glob("draftstill/*.py"):
         assert f"draftstill/{path.name}" in names

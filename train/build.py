@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftstill.decode import refuse_unsupported
+from draftstill.decode import refuse_unsupported, revision_of
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, load_tokenizer, resolve_model
@@ -29,6 +29,8 @@ class Draft:
     vocab: int
     """Real tokens."""
     name: str
+    revision: str | None
+    """The target's commit, for a Hub id."""
 
 
 def build_draft(recipe: Recipe) -> Draft:
@@ -41,17 +43,17 @@ def build_draft(recipe: Recipe) -> Draft:
     tokenizer = load_tokenizer(source)
     target = load_model(source, resolved_dtype(recipe), "cpu")
     refuse_unsupported(target.config)
-    target_size = target.config.vocab_size
+    target_size, revision = target.config.vocab_size, revision_of(target, source)
     if recipe.draft.source == "prune":
         vocab = check_vocabulary(tokenizer, tokenizer, target_size, target_size, "draft.source").real_size
         head = target.lm_head.weight.detach()[:vocab].clone()
         layers = "-".join(map(str, recipe.draft.layers))
-        return Draft(prune_depth(target, recipe.draft.layers).float(), tokenizer, head, vocab, f"{source.name} layers {layers}")
+        return Draft(prune_depth(target, recipe.draft.layers).float(), tokenizer, head, vocab, f"{source.name} layers {layers}", revision)
     own = resolve_model(recipe.draft, "draft.source")
     model = load_model(own, "float32", "cpu")
     refuse_unsupported(model.config, "draft.source")
     vocab = check_vocabulary(tokenizer, load_tokenizer(own), target_size, model.config.vocab_size, "draft.source").real_size
-    return Draft(model, tokenizer, target.lm_head.weight.detach()[:vocab].clone(), vocab, own.name)
+    return Draft(model, tokenizer, target.lm_head.weight.detach()[:vocab].clone(), vocab, own.name, revision)
 
 
 def prune_depth(model: Any, keep: tuple[int, ...]) -> Any:

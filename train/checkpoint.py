@@ -30,13 +30,22 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         os.replace(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    drop_checkpoints(folder, keep)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     return sorted(p for p in folder.glob(f"{_PREFIX}*") if (p / "state.json").exists())
+
+
+def drop_checkpoints(folder: Path, keep: int = 0) -> None:
+    """Remove all but the newest ``keep``, and what is left of half-removed ones."""
+    kept = checkpoints(folder)[-keep:] if keep else []
+    for old in folder.glob(f"{_PREFIX}*"):
+        if old not in kept:
+            # What makes it whole goes first, so that a kill in between leaves nothing that would be loaded.
+            (old / "state.json").unlink(missing_ok=True)
+            shutil.rmtree(old)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

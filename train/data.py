@@ -43,8 +43,9 @@ class Batch:
         return len(self.rows_N)
 
     def to(self, device: torch.device) -> Batch:
+        """On a device; the target's head is already there."""
         t = self.teacher
-        moved = [None if x is None else x.to(device, non_blocking=True) for x in (t.ids_NK, t.p_NK, t.tail_N, t.hidden_NH, t.head_VH)]
+        moved = [None if x is None else x.to(device, non_blocking=True) for x in (t.ids_NK, t.p_NK, t.tail_N, t.hidden_NH)] + [t.head_VH]
         return Batch(self.ids_BT.to(device), self.rows_N.to(device), Teacher(*moved))
 
 
@@ -63,10 +64,8 @@ def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None
         ids[b, : len(x.tokens)] = x.tokens
         rows.append(torch.arange(x.start, len(x.tokens)) + b * width)
     cut = lambda name: torch.cat([getattr(x, name)[x.start :] for x in items])  # noqa: E731
-    if recording.mode == "hidden":
-        teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH)
-    else:
-        teacher = Teacher(cut("ids"), cut("p"), cut("tail"))
+    hidden = recording.mode == "hidden"
+    teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH) if hidden else Teacher(cut("ids"), cut("p"), cut("tail"))
     return Batch(ids, torch.cat(rows), teacher)
 
 
@@ -81,10 +80,13 @@ class Trim:
     offset_V: Tensor
     """log(R/m) on the m rows sampled from R others, 0 on the kept."""
 
+    def to(self, device: torch.device) -> Trim:
+        return Trim(self.rows_V.to(device), self.place.to(device), self.offset_V.to(device))
+
     def teach(self, teacher: Teacher) -> Teacher:
         """The same law with rows for ids; recorded mass outside the kept rows joins the tail."""
         assert teacher.ids_NK is not None and teacher.p_NK is not None and teacher.tail_N is not None
-        ids = self.place[teacher.ids_NK]
+        ids = torch.where(teacher.ids_NK >= 0, self.place[teacher.ids_NK], -1)
         inside = teacher.p_NK * (ids >= 0)
         return Teacher(ids, inside, teacher.tail_N + (teacher.p_NK - inside).sum(-1))
 

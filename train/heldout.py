@@ -22,15 +22,16 @@ class HeldOut:
     alpha: float
     """At temperature 1, whole head."""
     alpha_deploy: float
-    """At the deployment's sampler, with the head that the deployment drafts from."""
+    """At the deployment's sampler, whole head."""
     top1: float
     """Argmax agreement: alpha at temperature 0."""
     positions: int
 
 
 @torch.inference_mode()
-def measure(hidden_of: Callable[[Tensor], Tensor], head_VH: Tensor, recording: Recording, target_head_VH: Tensor, deploy: Sampling, *,
-            head_ids: Tensor | None = None) -> HeldOut:  # fmt: skip
+def measure(
+    hidden_of: Callable[[Tensor], Tensor], head_VH: Tensor, recording: Recording, target_head_VH: Tensor, deploy: Sampling
+) -> HeldOut:
     """Compare draft and target on a recording of hidden states.
 
     Args:
@@ -39,15 +40,10 @@ def measure(hidden_of: Callable[[Tensor], Tensor], head_VH: Tensor, recording: R
         recording: in ``hidden`` mode.
         target_head_VH: the target's head over the real tokens.
         deploy: the deployment's sampler.
-        head_ids: ids that the deployment drafts from (None: all); q is 0 elsewhere.
     """
     assert recording.mode == "hidden"
     sums = torch.zeros(3, dtype=torch.float64)
     positions = 0
-    outside = None
-    if head_ids is not None:
-        outside = torch.full((len(head_VH),), -torch.inf, device=head_VH.device)
-        outside[head_ids] = 0.0
     for index in range(len(recording)):
         item = recording[index]
         assert item.hidden is not None
@@ -57,9 +53,8 @@ def measure(hidden_of: Callable[[Tensor], Tensor], head_VH: Tensor, recording: R
             rows = slice(at, at + _ROWS)
             z_p, z_q = (target_NH[rows] @ target_head_VH.T).float(), (draft_NH[rows] @ head_VH.T).float()
             one = torch.minimum(z_p.softmax(-1), z_q.softmax(-1)).sum(-1)
-            z_d = z_q if outside is None else z_q + outside
-            dep = torch.minimum(probabilities(z_p, deploy), probabilities(z_d, deploy)).sum(-1)
-            same = (z_p.argmax(-1) == z_d.argmax(-1)).float()
+            dep = torch.minimum(probabilities(z_p, deploy), probabilities(z_q, deploy)).sum(-1)
+            same = (z_p.argmax(-1) == z_q.argmax(-1)).float()
             sums += torch.stack([x.double().sum() for x in (one, dep, same)]).cpu()
         positions += len(target_NH)
     alpha, deployed, top1 = (sums / max(positions, 1)).tolist()

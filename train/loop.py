@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from draftstill.decode import Sampling, set_threads
 from draftstill.distill import STATS, Objective, Recording, record
@@ -25,10 +26,11 @@ from draftstill.recipe import Recipe, Train
 from draftstill.runfolder import RunFolder, hash_file, save_tensors
 from draftstill.stages import resolved_device, stages, trains_in_bf16
 from draftstill.train.build import Draft, build_draft
-from draftstill.train.checkpoint import checkpoints, load_checkpoint, load_tensors, model_tensors, save_checkpoint
+from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, load_tensors, model_tensors, save_checkpoint
 from draftstill.train.data import Order, collate, supervised, trim
 from draftstill.train.heldout import HeldOut, measure
 from draftstill.train.module import DistilledDraft
+from draftstill.vocabulary import tokenizer_hash
 
 
 def train(recipe: Recipe, run: RunFolder) -> Path:
@@ -39,14 +41,14 @@ def train(recipe: Recipe, run: RunFolder) -> Path:
     """
     set_threads()
     stage = stages(recipe, run)["draft"]
+    if stage.done:
+        return stage.folder
     accelerator = _accelerator(recipe, run)
     many = accelerator.num_processes > 1
     if many and not stages(recipe, run)["recording"].done:
         raise DraftstillError("the recording is not there yet, and a launch of many processes must not make it", key="run_dir",
                               value=recipe.run_dir, mend="first run, in one process: draftstill distill RECIPE")  # fmt: skip
     recorded = stages(recipe, run)["recording"].folder if many else record(recipe, run)
-    if stage.done:
-        return stage.folder
     if accelerator.is_main_process:
         stage.begin()
     accelerator.wait_for_everyone()
@@ -54,14 +56,14 @@ def train(recipe: Recipe, run: RunFolder) -> Path:
     job.run()
     if accelerator.is_main_process:
         facts = job.save(stage.work / "model")
-        for path in checkpoints(stage.work):
-            shutil.rmtree(path)
-        (stage.work / "best.safetensors").unlink(missing_ok=True)
-        stage.finish(**facts)
+        folder = stage.finish(**facts)
+        drop_checkpoints(folder)  # not before: after a kill the next attempt must still find them
+        (folder / "best.safetensors").unlink()
         best = facts["best"]
         say(f"  draft: {facts['parameters'] / 1e6:.1f} M parameters; held-out alpha {facts['curve'][0]['alpha_deploy']:.3f} -> "
             f"{best['alpha_deploy']:.3f} at the deployment's sampler, {best['alpha']:.3f} at temperature 1")  # fmt: skip
     accelerator.wait_for_everyone()
+    accelerator.end_training()  # the last thing: it ends the process group, too
     return stage.folder
 
 
@@ -71,10 +73,15 @@ def _accelerator(recipe: Recipe, run: RunFolder) -> Accelerator:
         mixed_precision="bf16" if trains_in_bf16(recipe) else "no", cpu=resolved_device(recipe) == "cpu",
         log_with=trackers or None, project_dir=str(run.path / "trackers") if trackers else None,
     )  # fmt: skip
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise DraftstillError(f"training under {accelerator.distributed_type.value} is not supported yet", key="accelerate launch",
+                              mend="use one process, or data parallel: configs/accelerate/ddp.yaml")  # fmt: skip
+    if accelerator.num_processes > 1 and accelerator.is_main_process:
+        say(f"  training on {accelerator.num_processes} processes, {accelerator.device.type}")
     if trackers:
         (run.path / "trackers").mkdir(parents=True, exist_ok=True)
-        names = {"wandb": {"name": recipe.train.run_name, "dir": str(run.path / "trackers")}} if recipe.train.run_name else {}
-        accelerator.init_trackers("draftstill", init_kwargs=names)
+        wandb = {"dir": str(run.path / "trackers"), **({"name": recipe.train.run_name} if recipe.train.run_name else {})}
+        accelerator.init_trackers("draftstill", init_kwargs={"wandb": wandb})
     return accelerator
 
 
@@ -86,6 +93,7 @@ class Job:
         self.recording, self.heldout = Recording(recorded / "train"), Recording(recorded / "heldout")
         self.draft: Draft = build_draft(recipe)
         self._check()
+        self.target_head = self.draft.target_head.to(accelerator.device)
         self.ranking = self.recording.token_weights(self.draft.vocab).argsort(descending=True, stable=True)
         self.compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
         manifest, loss = self.recording.manifest, self.settings.loss
@@ -98,6 +106,9 @@ class Job:
         self.per_step = self.settings.per_device_train_batch_size * self.settings.gradient_accumulation_steps * accelerator.num_processes
         epochs = math.ceil(self.settings.num_train_epochs * len(self.recording) / self.per_step)
         self.steps = self.settings.max_steps if self.settings.max_steps > 0 else max(1, epochs)
+        if state["per_step"] != self.per_step:
+            raise DraftstillError(f"the checkpoint was made with {state['per_step']} sequences per optimizer step over all processes, now it would be "
+                                  f"{self.per_step}", key="accelerate launch", mend="go on with as many processes as before")  # fmt: skip
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
@@ -107,6 +118,10 @@ class Job:
         if manifest["vocab"] != self.draft.vocab:
             raise DraftstillError(f"the recording has {manifest['vocab']:,} tokens, the draft's vocabulary {self.draft.vocab:,}", key="draft.source",
                                   value=self.recipe.draft.source, mend="record with this recipe's target: draftstill distill RECIPE")  # fmt: skip
+        for what, now in (("tokenizer_sha256", tokenizer_hash(self.draft.tokenizer)), ("revision", self.draft.revision)):
+            if manifest[what] != now:
+                raise DraftstillError(f"the target is not the one that was recorded: its {what} was {manifest[what]}, is {now}", key="target.source",
+                                      value=self.recipe.target.source, mend="pin target.revision to the old commit, or record again")  # fmt: skip
         for key, count in (("train.head_tokens", self.settings.head_tokens), ("draft.head_tokens", self.recipe.draft.head_tokens)):
             if count >= self.draft.vocab:
                 raise DraftstillError(
@@ -139,7 +154,6 @@ class Job:
                     self._measure()
                 if self.step % self.settings.save_steps == 0 and self.step < self.steps and main:
                     self._save_checkpoint()
-        self.accelerator.end_training()
 
     def _optimize(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; returns summed statistics and the gradient norm."""
@@ -154,7 +168,7 @@ class Job:
         stats = torch.zeros(len(STATS), dtype=torch.float64)
         for batch, last in self._batches(start):
             with accelerator.no_sync(self.wrapped) if not last else _nothing():
-                loss, part = self.wrapped(batch.to(device), cut)
+                loss, part = self.wrapped(batch.to(device), None if cut is None else cut.to(device))
                 # DDP averages gradients over ranks; the loss is a sum over all tokens of all ranks.
                 accelerator.backward(loss * (accelerator.num_processes / tokens))
             stats += part.cpu()
@@ -163,7 +177,7 @@ class Job:
         if not torch.isfinite(value):
             raise NonFiniteLoss(f"step {self.step}: the loss or its gradient is not finite (loss {stats[0] / tokens:.3g}, gradient norm {float(norm):.3g})",
                                 key="train.learning_rate", value=settings.learning_rate,
-                                mend="lower the learning rate; the last checkpoint is intact")  # fmt: skip
+                                mend="lower the learning rate and add --set-aside, which keeps this attempt beside the new one")  # fmt: skip
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.tokens += tokens
@@ -175,7 +189,7 @@ class Job:
         mine = start + self.accelerator.process_index * size * accumulate
         for i in range(accumulate):
             indices = self.order.take(mine + i * size, size)
-            yield collate(self.recording, indices, self.draft.target_head), i == accumulate - 1
+            yield collate(self.recording, indices, self.target_head), i == accumulate - 1
 
     def _tokens_of(self, places: range) -> int:
         return sum(supervised(self.recording, i) for i in self.order.take(places.start, len(places)))
@@ -197,14 +211,12 @@ class Job:
     def held_out(self) -> HeldOut:
         model, vocab = self.module.model, self.draft.vocab
         sampler = self.recipe.respond.sampler
-        kept = self.ranking[: self.recipe.draft.head_tokens].sort().values if self.recipe.draft.head_tokens else None
         device = self.accelerator.device
         model.eval()
         with torch.autocast(device.type, torch.bfloat16, enabled=self.compute == torch.bfloat16):
             hidden_of = lambda ids: model.model(input_ids=ids, use_cache=False).last_hidden_state  # noqa: E731
             head = model.lm_head.weight.detach()[:vocab].to(self.compute)
-            found = measure(hidden_of, head, self.heldout, self.draft.target_head.to(device), Sampling(sampler.temperature, sampler.top_k, sampler.top_p),
-                            head_ids=None if kept is None else kept.to(device))  # fmt: skip
+            found = measure(hidden_of, head, self.heldout, self.target_head, Sampling(sampler.temperature, sampler.top_k, sampler.top_p))  # fmt: skip
         model.train()
         return found
 
@@ -216,7 +228,14 @@ class Job:
         self.accelerator.log(values, step=self.step)
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "curve": self.curve, "best": self.best}
+        return {
+            "per_step": self.per_step,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "curve": self.curve,
+            "best": self.best,
+        }
 
     def _save_checkpoint(self) -> None:
         save_checkpoint(self.work, self.module.model, self.optimizer.optimizer, self._state(), self.settings.save_total_limit)
@@ -226,6 +245,9 @@ class Job:
         if not found:
             return
         state = load_checkpoint(found[-1], self.module.model, self.optimizer.optimizer)
+        if state["per_step"] != self.per_step:
+            raise DraftstillError(f"the checkpoint was made with {state['per_step']} sequences per optimizer step over all processes, now it would be "
+                                  f"{self.per_step}", key="accelerate launch", mend="go on with as many processes as before")  # fmt: skip
         self.step, self.tokens, self.seconds, self.curve, self.best = (state[k] for k in ("step", "tokens", "seconds", "curve", "best"))
 
     def save(self, folder: Path) -> dict[str, Any]:

@@ -134,10 +134,14 @@ def test_whole_law_of_one_round_by_enumeration():
 
 def test_seeds_are_private():
     target = make_model()
-    decoder = lambda rows=1: Decoder(
-        Network(target), ModelDrafter(Network(noised(target, 0.2)), 3), gamma=3, sampling=Sampling(1.0), rows=rows
-    )  # noqa: E731
-    ask = lambda seed: Request([5, 6, 7], 16, seed=seed)  # noqa: E731
+
+    def decoder(rows=1):
+        drafter = ModelDrafter(Network(noised(target, 0.2)), 3)
+        return Decoder(Network(target), drafter, gamma=3, sampling=Sampling(1.0), rows=rows)
+
+    def ask(seed):
+        return Request([5, 6, 7], 16, seed=seed)
+
     torch.manual_seed(0)
     state = torch.get_rng_state()
     seven = decoder().run([ask(7)])[0].tokens

@@ -186,3 +186,33 @@ def test_bfloat16_products_stay_near():
     rough = run(hidden.float(), head.float(), Teacher(teacher.ids_NK, teacher.p_NK.float(), teacher.tail_N.float()), Objective("lk"),
                 compute=torch.bfloat16)  # fmt: skip
     assert close(rough[1].double(), exact[1], 0.05) and rough[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("scale", [1.5, 3.0, 5.0])
+def test_drafts_sharper_than_the_target_keep_their_gradient(name, scale):
+    """The draft's bucket is thin, down to 1e-9: its mass and the gradient at the K ids must not come from differences of near-equals."""
+    truth, hidden, head = problem(0.98)
+    p = (truth @ head.T).softmax(-1)
+    teacher64 = record(p, K)
+    _, grad_hidden, grad_head = oracle(hidden * scale, head, p, name, teacher=teacher64)
+    teacher = Teacher(teacher64.ids_NK, teacher64.p_NK.float(), teacher64.tail_N.float())
+    _, dh, dw, _ = run(hidden.float() * scale, head.float(), teacher, Objective(name))
+    assert close(dh.double(), grad_hidden, 1e-4) and close(dw.double(), grad_head, 1e-4)
+
+
+def test_unused_places_anywhere_in_a_row():
+    """-1 before, between and after used ids, and a row without any, against the oracle."""
+    _, hidden, head = problem(0.6)
+    g = torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(N)])
+    used = torch.rand(N, K, generator=g) < 0.5
+    used[0], used[1, 0] = False, False
+    p_k = torch.rand(N, K, generator=g, dtype=torch.float64) * used / K
+    ids = torch.where(used, ids, -1)
+    teacher = Teacher(ids, p_k, 1 - p_k.sum(-1))
+    for name in LOSSES:
+        value, grad_hidden, grad_head = oracle(hidden, head, None, name, teacher=teacher)
+        loss, dh, dw, _ = run(hidden, head, teacher, Objective(name))
+        assert loss.item() == pytest.approx(value.sum().item(), rel=1e-6)
+        assert close(dh, grad_hidden, 1e-9) and close(dw, grad_head, 1e-6)

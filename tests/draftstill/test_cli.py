@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from draftstill import cli
+from draftstill import cli, guard
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder, write_json
 from draftstill.stages import ORDER, stages
@@ -118,6 +118,7 @@ def test_a_folder_of_another_recipe_is_refused_before_any_work(
 
 def test_a_partial_of_another_recipe_is_refused_before_any_work(recipe: Path, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(recipe.parent / "run" / "score.partial" / "stage.json", {"stage": "score", "fingerprint": "other", "inputs": {}})
+    write_json(recipe.parent / "run" / "score.partial" / "cells" / "t0-0000.json", {})
     assert call(monkeypatch, "run", recipe) == 1
     assert made == []
 
@@ -207,20 +208,24 @@ def test_decode_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert call(monkeypatch, "decode", "--target", "t", "") == 1
 
 
-def test_the_face_of_a_folder_may_share_a_modules_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = types.ModuleType("draftstill.fake"), types.ModuleType("draftstill.fake.work")
-    module.work = len  # type: ignore[attr-defined]
-    package.work = module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "draftstill.fake", package)
-    monkeypatch.setitem(sys.modules, "draftstill.fake.work", module)
-    assert cli._face("fake", "work") is len
-
-
 def test_environment_defaults_leave_the_users_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cli.ENVIRONMENT:
+    for name in guard.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "online")
     call(monkeypatch, "--help")
     assert os.environ["WANDB_MODE"] == "online" and os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    for name in cli.ENVIRONMENT:
+    for name in guard.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+
+
+def test_recipe_new_writes_a_valid_recipe_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftstill.recipe_io import load_recipe
+
+    path = tmp_path / "my.yaml"
+    assert call(monkeypatch, "recipe", "new", str(path)) == 0
+    assert load_recipe(path).corpus.source
+    before = path.read_bytes()
+    assert call(monkeypatch, "recipe", "new", str(path)) == 1
+    assert "nothing was overwritten" in capsys.readouterr().err and path.read_bytes() == before

@@ -1,0 +1,132 @@
+"""Checkpoints are whole or absent, and give everything back to the bit."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftstill.runfolder import hash_file
+from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint
+from tests.pipeline import borrowed, command, finished, hashes
+
+
+class Pair:
+    """A small model with tied weights, and its optimizer in two groups."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(7, 4), "norm": torch.nn.LayerNorm(4), "head": torch.nn.Linear(4, 7, bias=False)}
+        )
+        self.model["head"].weight = self.model["embed"].weight
+        matrices, rest = [self.model["embed"].weight], list(self.model["norm"].parameters())
+        self.optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}], lr=0.1)
+
+    def step(self, seed: int) -> None:
+        ids = torch.randint(7, (5,), generator=torch.Generator().manual_seed(seed))
+        x = self.model["head"](self.model["norm"](self.model["embed"](ids)))
+        torch.nn.functional.cross_entropy(x, ids).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]})
+
+
+def equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[k], two[k]) for k in one)
+    return torch.equal(one, two)
+
+
+def test_everything_comes_back_to_the_bit(tmp_path: Path) -> None:
+    pair, other = Pair(0), Pair(1)
+    for n in range(3):
+        pair.step(n)
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 3, "curve": [{"alpha": 0.1 + 0.2}]}, 1)
+    (folder,) = checkpoints(tmp_path)
+    assert load_checkpoint(folder, other.model, other.optimizer) == {"step": 3, "curve": [{"alpha": 0.1 + 0.2}]}
+    assert equal(pair.state(), other.state())
+    for n in range(3, 6):
+        pair.step(n)
+        other.step(n)
+    assert equal(pair.state(), other.state()), "the next steps differ"
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    pair = Pair(0)
+    for step in (5, 10, 15, 100):
+        save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": step}, 2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-0000015", "checkpoint-0000100"]
+    drop_checkpoints(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("which", [1, 2, 3, 4])
+def test_a_full_disk_leaves_the_old_checkpoint_intact(call: str, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(0)
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
+    before = hashes(tmp_path)
+    pair.step(0)
+    real, calls = getattr(os, call), [0]
+
+    def full(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == which:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        if call == "fsync" and which == 4:  # three files, each synced once
+            save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
+            return
+        with pytest.raises(OSError, match="No space"):
+            save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 2}, 1)
+    assert hashes(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["checkpoint-0000001"]
+
+
+def test_a_half_removed_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(0)
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 3)
+
+    def killed(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        drop_checkpoints(tmp_path)
+    assert checkpoints(tmp_path) == []
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 2}, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-0000002"], "what was left of the first is still there"
+
+
+def test_a_disk_that_fills_up_in_training_is_told_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = borrowed(tmp_path, "corpus", "responses", "recording")
+    real = os.replace
+
+    def full(source: Any, to: Any) -> None:
+        if "checkpoint-0000008" in str(to):
+            raise OSError(errno.ENOSPC, "No space left on device", str(to))
+        real(source, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert command("train", path) == 1
+    error = capsys.readouterr().err
+    assert "disk full" in error and "free some space" in error and "Traceback" not in error
+    assert [p.name for p in checkpoints(tmp_path / "run" / "draft.partial")] == ["checkpoint-0000004"]
+    assert command("train", path) == 0
+    one, two = (hash_file(home / "run" / "draft" / "model" / "model.safetensors") for home in (tmp_path, finished()))
+    assert one == two
