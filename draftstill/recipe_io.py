@@ -126,6 +126,8 @@ def _fault(error: Any) -> str:
         return f"{where}: missing; the recipe must set it"
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
+    if isinstance(found, dict):  # a rule over several keys; the message names them
+        return f"{where}: {message}" if where else message
     return f"{where}: {message} (found {found!r})"
 
 

@@ -113,7 +113,7 @@ def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
         out += [f"## Temperature {degree:g}{' (deployment)' if degree == t else ''}", "", *table(head, arm_rows(score, degree)), ""]
     out += [
         f"Square brackets: {confidence(score)} interval, paired bootstrap over prompts. Token acceptance: accepted over proposed. alpha: mean of "
-        "sum min(p, q) on target-written text. tau: tokens per target pass. c, v: time of a draft step and of a verify pass over a plain target step, measured apart.",
+        "sum min(p, q) on target-written text. tau: tokens per target pass. c, v: time of a draft step and of a verify pass over a plain target step, apart.",
         "", "## Conditions", "",
         f"- {c['prompts']} held-out prompts from {cell(corpus_name(score))}, {c['max_new_tokens']} new tokens each; top_k {c['top_k']}, top_p {c['top_p']:g}, "
         f"seed {c['seed']}",

@@ -137,7 +137,7 @@ def _trace(stored: dict[str, Any]) -> Trace:
 
 
 def assemble(recipe: Recipe, run: RunFolder, bench: Bench, prompts: Sequence[Prompt], cells: dict[float, list[dict[str, Any]]],
-             audited: dict[str, Any] | None) -> Score:  # fmt: skip
+             costs: Costs, audited: dict[str, Any] | None) -> Score:  # fmt: skip
     """Everything the report says, from the cells."""
     arms, comparisons = [], []
     for t, rows in cells.items():

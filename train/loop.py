@@ -106,9 +106,6 @@ class Job:
         self.per_step = self.settings.per_device_train_batch_size * self.settings.gradient_accumulation_steps * accelerator.num_processes
         epochs = math.ceil(self.settings.num_train_epochs * len(self.recording) / self.per_step)
         self.steps = self.settings.max_steps if self.settings.max_steps > 0 else max(1, epochs)
-        if state["per_step"] != self.per_step:
-            raise DraftstillError(f"the checkpoint was made with {state['per_step']} sequences per optimizer step over all processes, now it would be "
-                                  f"{self.per_step}", key="accelerate launch", mend="go on with as many processes as before")  # fmt: skip
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
@@ -246,8 +243,10 @@ class Job:
             return
         state = load_checkpoint(found[-1], self.module.model, self.optimizer.optimizer)
         if state["per_step"] != self.per_step:
-            raise DraftstillError(f"the checkpoint was made with {state['per_step']} sequences per optimizer step over all processes, now it would be "
-                                  f"{self.per_step}", key="accelerate launch", mend="go on with as many processes as before")  # fmt: skip
+            problem = (
+                f"the checkpoint was made with {state['per_step']} sequences per step over all processes, now it would be {self.per_step}"
+            )
+            raise DraftstillError(problem, key="accelerate launch", mend="go on with as many processes as before")
         self.step, self.tokens, self.seconds, self.curve, self.best = (state[k] for k in ("step", "tokens", "seconds", "curve", "best"))
 
     def save(self, folder: Path) -> dict[str, Any]:

@@ -109,9 +109,9 @@ def test_non_finite_numbers_are_refused(write, value):
 
 def test_override_wins_and_is_read_as_yaml(write):
     recipe = load_recipe(
-        write(MINIMAL + "train: {learning_rate: 0.1}\n"), ["train.learning_rate=2e-4", "evaluate.temperatures=[0.0, 1.0]", "seed=7"]
+        write(MINIMAL + "train: {learning_rate: 0.1}\n"), ["train.learning_rate=2e-4", "evaluate.temperatures=[0.0, 0.7]", "seed=7"]
     )
-    assert recipe.train.learning_rate == 2e-4 and recipe.evaluate.temperatures == (0.0, 1.0) and recipe.seed == 7
+    assert recipe.train.learning_rate == 2e-4 and recipe.evaluate.temperatures == (0.0, 0.7) and recipe.seed == 7
 
 
 def test_override_of_an_unknown_key(write):
@@ -190,3 +190,9 @@ def test_fingerprint_does_not_depend_on_key_order():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
     assert re.fullmatch(r"[0-9a-f]{64}", fingerprint(Train()))
+
+
+def test_the_deployments_temperature_must_be_scored(write):
+    with pytest.raises(RecipeError, match=r"evaluate\.temperatures must contain .* \(0\.3\)") as error:
+        load_recipe(write(MINIMAL), ["respond.sampler.temperature=0.3"])
+    assert "{" not in str(error.value), "the whole recipe is no value to show"
