@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import hashlib
 import os
 import random
 import shutil
@@ -211,7 +210,3 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 def hashes(folder: Path, pattern: str = "**/*") -> dict[str, str]:
     """SHA-256 of every file by relative path."""
     return {str(p.relative_to(folder)): hash_file(p) for p in sorted(folder.glob(pattern)) if p.is_file()}
-
-
-def digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,12 @@ def test_a_repeated_key(recipe: Path, refused) -> None:
     add(recipe, "seed: 3\n")
     count = recipe.read_text().count("\n")
     refused("run", recipe, says=("recipe.yaml", f"line {count}", "'seed' stands a second time (first on line 1)", "keep one"))
+    assert untouched(recipe)
+
+
+def test_two_keys_that_do_not_go_together(recipe: Path, refused) -> None:
+    shown = refused("run", recipe, "respond.sampler.temperature=1.1", says=("1 fault", "evaluate.temperatures must contain", "(1.1)"))
+    assert len(shown) < 300, "the whole recipe is repeated"
     assert untouched(recipe)
 
 
@@ -183,7 +190,7 @@ def test_a_target_without_weights(recipe: Path, refused) -> None:
 
 @pytest.mark.parametrize(("override", "stage", "says"), [
     ("corpus.min_chars=50", "corpus", "corpus.min_chars was 200, is 50"),
-    ("respond.sampler.temperature=1.0", "responses", "respond.sampler.temperature was 0.7, is 1.0"),
+    ("respond.sampler.top_k=5", "responses", "respond.sampler.top_k was 0, is 5"),
     ("record.top_k=8", "recording", "record.top_k was 16, is 8"),
     ("draft.layers=[0, 1]", "draft", "layers was [0, 3], is [0, 1]"),
     ("evaluate.gamma=5", "score", "evaluate.gamma was 2, is 5"),
@@ -208,20 +215,27 @@ def test_a_changed_document_is_noticed(recipe: Path, refused) -> None:
     assert hashes(recipe.parent / "run") == before
 
 
-def test_a_half_made_stage_of_another_recipe(tmp_path: Path, refused) -> None:
+def test_a_half_made_stage_of_another_recipe(tmp_path: Path, refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftstill.distill import responses
+
     path = borrowed(tmp_path, "corpus")
     work = tmp_path / "run" / "responses.partial"
-    running = process("distill", path, "respond.batch_size=1")
-    while not (work / "train-00000.json").exists():
-        assert running.poll() is None, running.communicate()[0]
-    running.kill()
-    running.communicate()
+    real = responses._write_batch
+
+    def stopped(*arguments: Any) -> Any:
+        if (work / "train-00000.json").exists():
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(responses, "_write_batch", stopped)
+        assert command("distill", path, "respond.batch_size=1") == 130
     before = hashes(work)
     refused("distill", path, says=("the stage 'responses'", "respond.batch_size was 1, is 6", "--set-aside"))
     assert hashes(work) == before
     assert command("distill", path, "--set-aside") == 0
     kept = hashes(tmp_path / "run" / "responses.old-1")
-    assert {k: v for k, v in before.items() if not k.endswith(".tmp")} == {k: v for k, v in kept.items() if not k.endswith(".tmp")}
+    assert kept == before
     assert hashes(tmp_path / "run" / "responses", "*-0*.json") == hashes(finished() / "run" / "responses", "*-0*.json")
 
 

@@ -186,3 +186,10 @@ def test_refuses_models_it_would_run_wrongly():
                                  num_key_value_heads=2, sliding_window=8)):  # fmt: skip
         with pytest.raises(DraftstillError, match=config.model_type):
             Network(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_cast_model_keeps_its_rotary_angles():
+    """Module.to(bfloat16) casts the frequency buffer as well; at position 2,000 the angle would be off by radians."""
+    exact, cast = Network(make_model(positions=4096)), Network(make_model(positions=4096).to(torch.bfloat16))
+    exact.new_cache(1, 3000), cast.new_cache(1, 3000)
+    assert torch.equal(cast.cos, exact.cos.to(torch.bfloat16)) and torch.equal(cast.sin, exact.sin.to(torch.bfloat16))

@@ -60,7 +60,7 @@ def two_token_law(model, prompt, sampling, vocab):
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
-@pytest.mark.parametrize("name", ["noised", "independent", "lookup", "composite", "trimmed", "plain"])
+@pytest.mark.parametrize("name", ["noised", "independent", "lookup", "composite", "trimmed", "composite_trimmed", "plain"])
 def test_first_two_tokens_follow_the_target(name, sampling):
     vocab, prompt, draws = 12, [3, 1, 4, 1, 5, 3, 1], 3000
     target = make_model(vocab=vocab, sharp=3.0)
@@ -68,8 +68,13 @@ def test_first_two_tokens_follow_the_target(name, sampling):
     lookup = LookupDrafter(3, vocab, torch.device("cpu"))
     kept = torch.tensor([0, 1, 3, 4, 7, 8, 11])
     model = lambda **kw: ModelDrafter(Network(draft, **kw), 2)  # noqa: E731
-    drafter = {"lookup": lambda: lookup, "composite": lambda: CompositeDrafter(lookup, model()), "trimmed": lambda: model(head_ids=kept),
-               "plain": lambda: None}.get(name, model)()  # fmt: skip
+    drafter = {
+        "lookup": lambda: lookup,
+        "composite": lambda: CompositeDrafter(lookup, model()),
+        "trimmed": lambda: model(head_ids=kept),
+        "composite_trimmed": lambda: CompositeDrafter(lookup, model(head_ids=kept)),
+        "plain": lambda: None,
+    }.get(name, model)()
     decoder = Decoder(Network(target), drafter, gamma=3, sampling=sampling, rows=500)
     traces = decoder.run([Request(prompt, 3, seed=s) for s in range(draws)])
     counts = np.zeros((vocab, vocab))

@@ -98,8 +98,15 @@ def test_the_bounds_hold_alpha(recording: Recording, model: Any) -> None:
     assert max(widths) < 0.6 and min(widths) > 0.0
 
 
+def written(done: Path, side: str) -> list[list[int]]:
+    """Prompt and response, without the EOS: nobody asks what follows it."""
+    rows = list(read_responses(done / "responses", side))
+    assert any(r["finish"] == "eos" for r in rows) or side == "heldout"
+    return [[*r["prompt"], *(r["response"][:-1] if r["finish"] == "eos" else r["response"])] for r in rows]
+
+
 def test_the_recorded_text_is_the_responses_and_the_documents(done: Path, recording: Recording) -> None:
-    texts = [[*r["prompt"], *r["response"]] for r in read_responses(done / "responses", "train")]
+    texts = written(done, "train")
     documents = [encode(make_tokenizer(), d.text) for d in read_documents(done / "corpus", "train")]
     held = [encode(make_tokenizer(), d.text) for s in ("validation", "test") for d in read_documents(done / "corpus", s)]
     recorded = [recording[i].tokens.tolist() for i in range(len(recording))]
@@ -110,9 +117,9 @@ def test_the_recorded_text_is_the_responses_and_the_documents(done: Path, record
     assert all(any(inside(p, d) for d in documents) and not any(inside(p, d) for d in held) for p in pieces)
     assert len({i for p in pieces for i, d in enumerate(documents) if inside(p, d)}) > 8, "pieces come from everywhere"
     heldout = Recording(done / "recording" / "heldout")
-    assert [heldout[i].tokens.tolist() for i in range(len(heldout))] == [
-        [*r["prompt"], *r["response"]] for r in read_responses(done / "responses", "heldout")
-    ]
+    assert [heldout[i].tokens.tolist() for i in range(len(heldout))] == written(done, "heldout")
+    assert {heldout.start(i) for i in range(len(heldout))} == {8 - 1}, "alpha is measured on what the target wrote"
+    assert {recording.start(i) for i in range(len(recording))} == {0}
 
 
 def test_hidden_states_give_the_models_logits(done: Path, model: Any) -> None:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.recipe import Train
-from draftstill.runfolder import hash_file, read_json
+from draftstill.runfolder import hash_file, read_json, write_json
 from draftstill.stages import stages
 from draftstill.train import loop
 from draftstill.train.data import Batch, collate
@@ -410,6 +410,27 @@ def test_a_recording_of_another_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DraftstillError, match="190") as caught:
         train(*opened(path))
     assert "distill" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["tokenizer_sha256", "revision"])
+def test_a_recording_of_another_target(what: str, tmp_path: Path) -> None:
+    path = borrowed(tmp_path, *RECORDED)
+    manifest = tmp_path / "run" / "recording" / "train" / "manifest.json"
+    write_json(manifest, {**read_json(manifest), what: "of another"})
+    with pytest.raises(DraftstillError, match=f"its {what} was of another") as caught:
+        train(*opened(path))
+    assert caught.value.key == "target.source"
+
+
+def test_going_on_with_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = borrowed(tmp_path, *RECORDED)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, Job, "_optimize", 6)
+        train(*opened(path))
+    state = tmp_path / "run" / "draft.partial" / "checkpoint-0000004" / "state.json"
+    write_json(state, {**read_json(state), "per_step": 16})
+    with pytest.raises(DraftstillError, match="16 sequences per step over all processes, now it would be 8"):
+        train(*opened(path))
 
 
 def test_a_launch_of_many_processes_does_not_make_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
