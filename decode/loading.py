@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class Loaded:
 
 
 def set_threads() -> None:
-    """One thread per core this process may use."""
-    torch.set_num_threads(cores())
+    """One thread per core this process may use; the processes of a launch on this machine share them."""
+    torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:

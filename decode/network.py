@@ -234,6 +234,12 @@ _PREFILL_TOKENS = 4096
 def prefill(network: Network, cache: StaticCache, first: int, texts: Sequence[Sequence[int]]) -> None:
     """Put each text into its row of the cache, rows first, first+1, ...; shorter texts are padded with garbage past their end."""
     at = 0
+    if len(texts) > 1 and all(t == texts[0] for t in texts):
+        # Many answers to one prompt: read it once.
+        prefill(network, cache, first, texts[:1])
+        for row in range(first + 1, first + len(texts)):
+            cache.move(first, row, len(texts[0]))
+        return
     while at < len(texts):
         count, width = 0, 0
         while at + count < len(texts) and (count == 0 or (count + 1) * max(width, len(texts[at + count])) <= _PREFILL_TOKENS):

@@ -96,6 +96,8 @@ def _through(last: str, recipe: Recipe, run: RunFolder) -> None:
     found = stages(recipe, run)
     names = ORDER[: ORDER.index(last) + 1]
     _refuse_early([found[name] for name in names], run)
+    if any(not found[name].done for name in names if name in ("responses", "recording", "draft")):
+        _face("train", "preflight")(recipe)
     for number, name in enumerate(names, 1):
         stage, (verb, meaning) = found[name], TITLES[name]
         if stage.done:

