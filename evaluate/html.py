@@ -41,6 +41,7 @@ _EXAMPLES, _EXAMPLE_CHARS, _PROMPT_CHARS = 8, 50_000, 2000
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BADGE = {
     "winner": ("good", "Faster"),
+    "pays": ("good", "Faster"),
     "unclear": ("maybe", "No clear winner"),
     "none": ("bad", "Do not speculate"),
     "broken": ("bad", "Not lossless"),
@@ -131,7 +132,7 @@ def _page(score: Score, numbers: Mapping[str, Any]) -> str:
     t = score["winner"]["temperature"]
     kind, word = _BADGE[outcome(score)]
     warning = busy(score)
-    if warning and outcome(score) == "winner":
+    if warning and outcome(score) in ("winner", "pays"):
         kind, word = "maybe", "Timing disturbed"
     return "".join([
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',

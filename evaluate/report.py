@@ -131,13 +131,15 @@ def rivals(score: Score) -> list[str]:
 
 
 def outcome(score: Score) -> str:
-    """``winner``, ``unclear``, ``none`` (do not speculate) or ``broken`` (the output is not the target's)."""
+    """``winner``, ``pays`` (faster, but two candidates are not told apart), ``unclear``, ``none`` (do not speculate) or ``broken`` (the output is not the target's)."""
     speedup = score["winner"].get("speedup")
     if losslessness(score)[0] is False:
         return "broken"
     if score["winner"]["arm"] is None or speedup is None or speedup["estimate"] <= 1.0:
         return "none"
-    return "winner" if score["winner"]["clear"] and has_interval(speedup) and speedup["low"] > 1.0 else "unclear"
+    if not (has_interval(speedup) and speedup["low"] > 1.0):
+        return "unclear"
+    return "winner" if score["winner"]["clear"] else "pays"
 
 
 def verdict(score: Score) -> str:
@@ -159,19 +161,17 @@ def verdict(score: Score) -> str:
         best = max(tried, key=lambda a: a["speedup"]["estimate"], default=None)
         told = f"; the best of them, {_IN_A_SENTENCE[best['arm']]}, ran at {measured(best['speedup'])}" if best else ""
         sentence = f"Do not speculate {t} on this machine: no candidate is measurably faster than plain decoding{told}"
+    elif kind == "pays":
+        others = " or ".join(_IN_A_SENTENCE[a] for a in rivals(score)) or "the next candidate"
+        ran = f"{_IN_A_SENTENCE[winner['arm']]} ran at {measured(winner['speedup'])}"
+        sentence = f"Speculation pays {t}: {ran}; which candidate is best is open, it is not told apart from {others}"
     elif kind == "unclear":
-        speedup, name = winner["speedup"], _IN_A_SENTENCE[winner["arm"]]
-        if has_interval(speedup) and speedup["low"] > 1.0:
-            others = " or ".join(_IN_A_SENTENCE[a] for a in rivals(score)) or "the next candidate"
-            sentence = (
-                f"No clear winner {t}: {name} ran at {measured(speedup)}, faster than plain decoding but not told apart from {others}"
-            )
-        else:
-            sentence = f"No clear winner {t}: {name} ran at {measured(speedup)}, which does not exclude that it gains nothing"
+        ran = f"{_IN_A_SENTENCE[winner['arm']]} ran at {measured(winner['speedup'])}"
+        sentence = f"No clear winner {t}: {ran}, which does not exclude that it gains nothing"
     else:
         sentence = f"{t.capitalize()}, {_IN_A_SENTENCE[winner['arm']]} decodes at {measured(winner['speedup'])}"
     tail = [effect] if effect and kind != "broken" else []
-    if kind in ("winner", "unclear"):
+    if kind in ("winner", "pays", "unclear"):
         tail.append("the output was not audited" if losslessness(score)[0] is None else "the audit found no change of output")
     if disturbed := busy(score):
         tail.append("but " + disturbed)

@@ -63,7 +63,7 @@ def test_two_arms_alike_are_named_as_alike(score: dict[str, Any]) -> None:
         if c["temperature"] == 0.7 and c["a"] == "composite":
             c["ratio"] = {"estimate": 0.99, "low": 0.93, "high": 1.05, "method": "BCa"}
     text = verdict(score)
-    assert text.startswith("No clear winner") and "not told apart from lookup with the tuned draft behind it" in text
+    assert text.startswith("Speculation pays") and "not told apart from lookup with the tuned draft behind it" in text
 
 
 def test_one_prompt_proves_nothing(score: dict[str, Any]) -> None:
