@@ -131,7 +131,8 @@ def rivals(score: Score) -> list[str]:
 
 
 def outcome(score: Score) -> str:
-    """``winner``, ``pays`` (faster, but two candidates are not told apart), ``unclear``, ``none`` (do not speculate) or ``broken`` (the output is not the target's)."""
+    """One word: ``winner``; ``pays`` (faster, but two candidates are not told apart); ``unclear``; ``none`` (do not speculate); or
+    ``broken`` (the output is not the target's)."""
     speedup = score["winner"].get("speedup")
     if losslessness(score)[0] is False:
         return "broken"
