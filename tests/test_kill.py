@@ -37,11 +37,11 @@ SAME = ("corpus/*.jsonl", "responses/*-0*.json", "recording/*/shard-*", "draft/m
         "published/model/model.safetensors")  # fmt: skip
 
 
-def kill_when(there: Callable[[], bool], recipe: Path) -> str:
+def kill_when(there: Callable[[], bool], recipe: Path, seconds: float = 90) -> str:
     """Start a run and kill it as soon as a condition holds; returns what it printed."""
     running = process("run", recipe)
     try:
-        limit = time.monotonic() + 90
+        limit = time.monotonic() + seconds
         while not there():
             if running.poll() is not None or time.monotonic() > limit:
                 running.kill()
