@@ -279,6 +279,17 @@ def test_a_process_of_its_own_shows_no_traceback(recipe: Path) -> None:
     assert running.returncode == 1 and "corpus.source" in output and "Traceback" not in output and "Warning" not in output
 
 
+def test_a_tracker_that_is_not_installed_is_named(tmp_path, capsys, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trackio" else real(name, *rest))
+    recipe = borrowed(tmp_path, "corpus", "responses", "recording", train={"report_to": ["trackio"]})
+    assert command("train", recipe) == 1
+    told = capsys.readouterr().err
+    assert "train.report_to" in told and "pip install trackio" in told and "Traceback" not in told
+
+
 @pytest.mark.parametrize("section, message", [
     ({"draft": {"layers": [0, 9]}}, "draft.layers"),
     ({"train": {"head_tokens": 5000}}, "train.head_tokens"),

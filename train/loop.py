@@ -6,6 +6,7 @@ steps, so that the result does not depend on how a batch is split. What a step s
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 import time
@@ -70,6 +71,11 @@ def train(recipe: Recipe, run: RunFolder) -> Path:
 
 def _accelerator(recipe: Recipe, run: RunFolder) -> Accelerator:
     trackers = list(recipe.train.report_to)
+    for name in trackers:  # accelerate would leave it out with a debug message
+        if importlib.util.find_spec(name) is None:
+            raise DraftstillError(
+                "the tracker is not installed", key="train.report_to", value=name, mend=f"pip install {name}, or leave it out"
+            )
     accelerator = Accelerator(
         mixed_precision="bf16" if trains_in_bf16(recipe) else "no", cpu=resolved_device(recipe) == "cpu",
         log_with=trackers or None, project_dir=str(run.path / "trackers") if trackers else None,
