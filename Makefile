@@ -6,10 +6,10 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint docs clean
+.PHONY: help venv demo test test-slow bench-decode bench-gpu lint docs clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 venv: .venv/.installed  ## Install Draftstill and its tools into .venv
 
@@ -22,6 +22,14 @@ test: venv  ## Run the tests
 
 test-slow: venv  ## Run the tests that take minutes, too
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" --timeout 1800
+
+# For example: make bench-decode BENCH=--quick, or BENCH='--draft runs/demo/draft/model'
+bench-decode: .venv-bench/.installed  ## Time the decoder against transformers and flashspec: minutes
+	PYTHONPATH=.venv-bench $(BIN)/python -m tests.bench.decode $(BENCH)
+
+bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m tests.bench.gpu $(BENCH)
 
 # Types are checked on the built tree: only there do the top-level folders lie where they are imported from.
 lint: venv  ## Check style and types
@@ -36,7 +44,7 @@ docs: venv  ## Write docs/recipe.md and the schema that editors complete recipes
 	$(BIN)/draftstill recipe schema > configs/recipe.schema.json
 
 clean:  ## Remove .venv and everything built; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml
@@ -48,3 +56,10 @@ clean:  ## Remove .venv and everything built; runs/ stays
 	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@
 	@echo 'Installed.'
+
+# The benchmark's peers are no dependency: they lie in a folder of their own, and what they need themselves is in .venv.
+.venv-bench/.installed: Makefile .venv/.installed
+	@rm -rf .venv-bench
+	@$(BIN)/python -m pip install -q --no-deps --target .venv-bench flashspec==0.3.1
+	@echo '*' > .venv-bench/.gitignore
+	@touch $@

@@ -8,18 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftstill.decode.drafters import CompositeDrafter, LookupDrafter, ModelDrafter
+    from draftstill.decode.adaptive import AdaptiveGamma, FixedGamma
+    from draftstill.decode.costs import Costs, measure_costs
+    from draftstill.decode.drafters import CompositeDrafter, ModelDrafter
+    from draftstill.decode.encdec import make_network
     from draftstill.decode.engine import Decoder, Request
+    from draftstill.decode.families import refuse_unsupported
+    from draftstill.decode.guesses import BigramDrafter, LookupDrafter, bigram_table
     from draftstill.decode.loading import Loaded, eos_ids, load_target, revision_of, set_threads
-    from draftstill.decode.network import Network, refuse_unsupported
-    from draftstill.decode.sampling import Sampling, probabilities
+    from draftstill.decode.network import Network
+    from draftstill.decode.sampling import Law, Sampling, probabilities
+    from draftstill.decode.shapes import random_model
+    from draftstill.decode.simulation import simulate
     from draftstill.decode.viewer import show
 
-_HOME = {
-    "CompositeDrafter": "drafters", "LookupDrafter": "drafters", "ModelDrafter": "drafters", "Decoder": "engine", "Request": "engine",
-    "Network": "network", "refuse_unsupported": "network", "Loaded": "loading", "load_target": "loading", "eos_ids": "loading", "revision_of": "loading",
-    "set_threads": "loading", "Sampling": "sampling", "probabilities": "sampling", "show": "viewer",
-}  # fmt: skip
+_FACE = {
+    "adaptive": ("AdaptiveGamma", "FixedGamma"),
+    "costs": ("Costs", "measure_costs"),
+    "drafters": ("CompositeDrafter", "ModelDrafter"),
+    "encdec": ("make_network",),
+    "engine": ("Decoder", "Request"),
+    "families": ("refuse_unsupported",),
+    "guesses": ("BigramDrafter", "LookupDrafter", "bigram_table"),
+    "loading": ("Loaded", "eos_ids", "load_target", "revision_of", "set_threads"),
+    "network": ("Network",),
+    "sampling": ("Law", "Sampling", "probabilities"),
+    "shapes": ("random_model",),
+    "simulation": ("simulate",),
+    "viewer": ("show",),
+}
+_HOME = {name: module for module, names in _FACE.items() for name in names}
 __all__ = [*_HOME]
 
 

@@ -1,23 +1,31 @@
-"""Who guesses: a draft model, prompt lookup, or lookup first and model otherwise. A new drafter is a class of its own.
+"""Who guesses: the protocol, a draft model, and guesses first with a model otherwise. Drafters without a model: ``guesses``.
 
 Shape suffixes: B rows, G proposed tokens, V vocabulary, K kept ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal
+from draftstill.decode.adaptive import FixedGamma, GammaPolicy, Judged
 from draftstill.decode.network import Network, StaticCache, prefill
-from draftstill.decode.sampling import Sampling, draw, probabilities, uniforms
+from draftstill.decode.round import draft_block
+from draftstill.decode.sampling import Law, Sampling, Text
 
-Asked = Literal["model", "lookup", "none", "full"]
-"""Who proposed for a row; ``full``: nobody, since the draft's context is used up."""
+if TYPE_CHECKING:
+    from draftstill.decode.guesses import GuessDrafter
+
+Asked = Literal["model", "lookup", "bigram", "none", "idle", "full"]
+"""Who proposed for a row. Nobody: ``none`` (no guess, or no room in the text), ``idle`` (the policy chose 0), ``full`` (the
+draft's context is used up)."""
+PROPOSERS = ("model", "lookup", "bigram")
 
 
 @dataclass(slots=True)
@@ -25,20 +33,54 @@ class Row:
     """One text being decoded."""
 
     tokens: list[int]
-    """Prompt and emitted tokens. All but the last are in the target's cache."""
+    """Prompt and emitted tokens; of an encoder-decoder, start and emitted tokens. All but the last are in the target's cache."""
     generator: torch.Generator
+    sampling: Sampling = field(default_factory=lambda: Sampling(0.0))
+    source: list[int] = field(default_factory=list)
+    """What an encoder reads."""
+    prompt_length: int = 0
     draft_length: int = 0
     """Leading tokens that are in the draft's cache."""
+    history: Judged = field(default_factory=Judged)
     grams: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Prompt lookup: where the text went on after its last occurrence of these tokens."""
     indexed: int = 0
     """Tokens already in ``grams``."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens for the active rows, which always occupy slots 0 .. B-1."""
+@dataclass(slots=True)
+class Batch:
+    """What a drafter is asked: tokens for the active rows, which always occupy slots 0 .. B-1."""
 
-    def reserve(self, rows: int, slots: int) -> None:
+    rows: Sequence[Row]
+    limits: Sequence[int]
+    """Most tokens worth proposing for each row; not above the decoder's gamma."""
+    law: Callable[[Tensor | None], Law]
+    """The rows' law over all ids (None) or over a draft's kept ids."""
+    u_BG: Tensor | None = None
+    """Float64 uniforms from each row's own stream, gamma of them."""
+    text: Text | None = None
+    """The rows' texts, if a law looks at them; drafted tokens are written behind them."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a drafter answers."""
+
+    proposal: Proposal | None
+    """None: nobody proposes."""
+    asked: list[Asked]
+    steps: int
+    """Draft forwards that it took."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    gamma: int
+    """Most tokens it proposes in a round."""
+
+    def reserve(self, rows: int, slots: int, source: int = 0) -> None:
         """Make room for this many rows of this many positions."""
 
     def start(self, first: int, rows: Sequence[Row]) -> None:
@@ -47,37 +89,45 @@ class Drafter(Protocol):
     def move(self, source: int, to: int, row: Row) -> None:
         """A row changes slots."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int], sampling: Sampling) -> tuple[Proposal | None, list[Asked], int]:
-        """Up to limits[b] tokens for each row.
+    def propose(self, batch: Batch) -> Offer:
+        """Up to limits[b] tokens for each row."""
 
-        Returns:
-            the proposal (None: nobody proposes), who proposed for each row, and how many draft forwards it took.
-        """
+    def commit(self, row: Row, asked: Asked, proposed: int, accepted: int) -> None:
+        """After each round, before the new tokens are appended: ``accepted`` of the row's ``proposed`` tokens stay."""
 
-    def commit(self, row: Row, asked: Asked, accepted: int) -> None:
-        """After each round, before the new tokens are appended: ``accepted`` of the row's last proposal stay."""
+    def describe(self) -> dict[str, object]:
+        """For the trace: what it is and its options."""
 
 
 class ModelDrafter:
-    """Tokens sampled from a small model, each from the law q that acceptance is then told."""
+    """Tokens sampled from a small model, each from the law q that acceptance is then told.
+
+    Args:
+        gamma: tokens per round; with a ``policy``, its own largest.
+        policy: chooses gamma row by row.
+        min_confidence: stop a row's block once the draft's largest probability falls below this; 0 never stops.
+    """
 
     _CATCH_UP = 8
     """Unread tokens beyond this are fed row by row first; all rows then share one narrow forward."""
 
-    def __init__(self, network: Network, gamma: int) -> None:
-        self.network, self.gamma = network, gamma
+    def __init__(self, network: Network, gamma: int, *, policy: GammaPolicy | None = None, min_confidence: float = 0.0) -> None:
+        self.network, self.policy = network, policy or FixedGamma(gamma)
+        self.gamma, self.min_confidence = self.policy.most, min_confidence
         self.cache: StaticCache | None = None
         self._steps = 0
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, source: int = 0) -> None:
         # Rows that ride along write padding past their end, so the cache is a little longer than any text.
         slots = min(slots, self.network.max_positions) + self._CATCH_UP + self.gamma
-        if self.cache is None or self.cache.rows < rows or self.cache.slots < slots:
+        if not has_room(self.cache, rows, slots, source):
             self.cache = None  # free the old one first
-            self.cache = self.network.new_cache(rows, slots)
+            self.cache = self.network.new_cache(rows, slots, source)
 
     def start(self, first: int, rows: Sequence[Row]) -> None:
         assert self.cache is not None
+        if self.network.encoder:
+            self.network.read(self.cache, first, [r.source for r in rows])
         # A text that fills the draft's context is never drafted for, so nothing of it is read.
         texts = [r.tokens[:-1] if len(r.tokens) <= self.network.max_positions else [] for r in rows]
         prefill(self.network, self.cache, first, texts)
@@ -96,17 +146,26 @@ class ModelDrafter:
         assert self.cache is not None
         self.cache.move(source, to, row.draft_length)
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int], sampling: Sampling) -> tuple[Proposal | None, list[Asked], int]:
+    def caps(self, rows: Sequence[Row], limits: Sequence[int]) -> tuple[list[int], list[Asked]]:
+        """Tokens to draft for each row, and who is asked."""
+        counts: list[int] = []
+        asked: list[Asked] = []
+        for row, limit in zip(rows, limits, strict=True):
+            room = self.network.max_positions - len(row.tokens) + 1
+            count = max(0, min(limit, room))
+            if count:
+                count = min(count, self.policy.choose(row.history))
+            counts.append(count)
+            asked.append("model" if count else "none" if limit <= 0 else "full" if room <= 0 else "idle")
+        return counts, asked
+
+    def propose(self, batch: Batch) -> Offer:
         assert self.cache is not None
-        network, device = self.network, self.network.device
-        room = [network.max_positions - len(r.tokens) + 1 for r in rows]
-        counts = [max(0, min(n, self.gamma, space)) for n, space in zip(limits, room, strict=True)]
-        asked: list[Asked] = [
-            "model" if c else "full" if n > 0 and s <= 0 else "none" for c, n, s in zip(counts, limits, room, strict=True)
-        ]
-        self._steps = max(counts)
-        if self._steps == 0:
-            return None, asked, 0
+        network, device, rows = self.network, self.network.device, batch.rows
+        counts, asked = self.caps(rows, batch.limits)
+        steps, self._steps = max(counts), 0
+        if steps == 0:
+            return Offer(None, asked, 0)
         for slot, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if count and len(row.tokens) - row.draft_length > self._CATCH_UP:
                 self._feed(slot, row, len(row.tokens) - 1)
@@ -114,97 +173,36 @@ class ModelDrafter:
         pending = [r.tokens[r.draft_length :] if c else [0] for r, c in zip(rows, counts, strict=True)]
         width = max(map(len, pending))
         ids = torch.tensor([p + [0] * (width - len(p)) for p in pending], device=device)
-        hidden = network.forward(ids, self.cache, [r.draft_length for r in rows])
-        last = torch.tensor([len(p) - 1 for p in pending], device=device)
-        hidden = hidden[torch.arange(len(rows), device=device), last]
+        last = torch.tensor([len(p) - 1 for p in pending], device=device) if width > 1 else None
         ends = [r.draft_length + len(p) for r, p in zip(rows, pending, strict=True)]
-        u = None if sampling.greedy else self._noise(rows, counts).to(device)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        drawn: list[Tensor] = []
-        for i in range(self._steps):
-            if i:
-                hidden = network.forward(tokens[-1][:, None], self.cache, [e + i - 1 for e in ends])[:, 0]
-            logits = network.logits(hidden)
-            if u is None:
-                picked = logits.argmax(-1)
-            else:
-                q = probabilities(logits, sampling)
-                picked = draw(q, u[:, i])
-                laws.append(q)
-                drawn.append(q.gather(1, picked[:, None]).squeeze(1))
-            tokens.append(picked if network.head_ids is None else network.head_ids[picked])
+        proposal, self._steps = draft_block(
+            network, self.cache, ids, [r.draft_length for r in rows], last, ends, torch.tensor(counts, device=device), steps,
+            batch.law(network.head_ids), batch.u_BG, batch.text, min_confidence=self.min_confidence, stop_early=True,
+        )  # fmt: skip
         for row, count, end in zip(rows, counts, ends, strict=True):
             if count:
                 row.draft_length = end
-        proposal = Proposal(
-            torch.stack(tokens, 1), torch.tensor(counts, device=device),
-            torch.stack(drawn, 1) if drawn else None, torch.stack(laws, 1) if laws else None, network.head_ids,
-        )  # fmt: skip
-        return proposal, asked, self._steps
+        return Offer(proposal if proposal.tokens_BG.shape[1] else None, asked, self._steps)
 
-    def _noise(self, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
-        """[B, gamma] uniforms. A row draws a fixed number, and only when it proposes: its stream never depends on neighbours."""
-        nothing = torch.zeros(self.gamma, dtype=torch.float64)
-        return torch.stack([uniforms(r.generator, self.gamma) if c else nothing for r, c in zip(rows, counts, strict=True)])
-
-    def commit(self, row: Row, asked: Asked, accepted: int) -> None:
+    def commit(self, row: Row, asked: Asked, proposed: int, accepted: int) -> None:
+        if asked in ("model", "idle"):
+            self.policy.learn(row.history, proposed, accepted)
         # The forward for proposed token i put token i-1 into the cache; the last proposed token was never fed.
         if asked == "model":
             row.draft_length += min(accepted, self._steps - 1)
 
-
-class LookupDrafter:
-    """Prompt lookup: where the text's last few tokens stood before, what followed them then. Costs no forward.
-
-    The longest match of ``longest`` .. ``shortest`` tokens wins, its most recent place counts.
-    """
-
-    def __init__(self, gamma: int, vocab: int, device: torch.device, *, longest: int = 3, shortest: int = 2) -> None:
-        self.gamma, self.vocab, self.device = gamma, vocab, device
-        self.longest, self.shortest = longest, shortest
-
-    def reserve(self, rows: int, slots: int) -> None: ...
-
-    def start(self, first: int, rows: Sequence[Row]) -> None: ...
-
-    def move(self, source: int, to: int, row: Row) -> None: ...
-
-    def find(self, row: Row) -> list[int]:
-        """The tokens that followed the best match; none where there is no match."""
-        tokens, size = row.tokens, len(row.tokens)
-        for end in range(max(row.indexed, 1), size):  # a gram that ends at the text's end has no continuation yet
-            for n in range(self.shortest, min(self.longest, end) + 1):
-                row.grams[tuple(tokens[end - n : end])] = end
-        row.indexed = size
-        for n in range(min(self.longest, size - 1), self.shortest - 1, -1):
-            at = row.grams.get(tuple(tokens[size - n :]))
-            if at is not None:
-                # Never hand on an id outside the vocabulary, whatever the prompt held.
-                found = tokens[at : at + self.gamma]
-                return found[: next((i for i, t in enumerate(found) if not 0 <= t < self.vocab), len(found))]
-        return []
-
-    def propose(self, rows: Sequence[Row], limits: Sequence[int], sampling: Sampling) -> tuple[Proposal | None, list[Asked], int]:
-        found = [self.find(r)[: max(0, n)] for r, n in zip(rows, limits, strict=True)]
-        asked: list[Asked] = ["lookup" if f else "none" for f in found]
-        width = max(map(len, found))
-        if width == 0:
-            return None, asked, 0
-        tokens = torch.tensor([f + [0] * (width - len(f)) for f in found], device=self.device)
-        counts = torch.tensor([len(f) for f in found], device=self.device)
-        return Proposal(tokens, counts, certain_B=torch.ones(len(rows), dtype=torch.bool, device=self.device)), asked, 0
-
-    def commit(self, row: Row, asked: Asked, accepted: int) -> None: ...
+    def describe(self) -> dict[str, object]:
+        return {"drafter": "model", **self.policy.describe(), "min_confidence": self.min_confidence}
 
 
 class CompositeDrafter:
-    """Lookup where the text repeats itself, the model elsewhere."""
+    """A guess where there is one (prompt lookup where the text repeats itself), the model elsewhere."""
 
-    def __init__(self, lookup: LookupDrafter, model: ModelDrafter) -> None:
-        self.lookup, self.model = lookup, model
+    def __init__(self, guesser: GuessDrafter, model: ModelDrafter) -> None:
+        self.guesser, self.model = guesser, model
+        self.gamma = max(guesser.gamma, model.gamma)
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, source: int = 0) -> None:
         self.model.reserve(rows, slots)
 
     def start(self, first: int, rows: Sequence[Row]) -> None:
@@ -213,30 +211,40 @@ class CompositeDrafter:
     def move(self, source: int, to: int, row: Row) -> None:
         self.model.move(source, to, row)
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int], sampling: Sampling) -> tuple[Proposal | None, list[Asked], int]:
-        first, asked, _ = self.lookup.propose(rows, limits, sampling)
-        rest = [0 if a == "lookup" else n for a, n in zip(asked, limits, strict=True)]
+    def propose(self, batch: Batch) -> Offer:
+        first = self.guesser.propose(batch)
+        rest = [0 if a == self.guesser.name else n for a, n in zip(first.asked, batch.limits, strict=True)]
         if not any(rest):
-            return first, asked, 0
-        second, asked_model, steps = self.model.propose(rows, rest, sampling)
-        asked = [a if a == "lookup" else m for a, m in zip(asked, asked_model, strict=True)]
-        if first is None or second is None:
-            return (second if first is None else first), asked, steps
-        return _merge(first, second, sampling), asked, steps
+            return first
+        second = self.model.propose(replace(batch, limits=rest))
+        asked = [a if a == self.guesser.name else m for a, m in zip(first.asked, second.asked, strict=True)]
+        if first.proposal is None or second.proposal is None:
+            return Offer(second.proposal if first.proposal is None else first.proposal, asked, second.steps)
+        return Offer(merge(first.proposal, second.proposal), asked, second.steps)
 
-    def commit(self, row: Row, asked: Asked, accepted: int) -> None:
-        self.model.commit(row, asked, accepted)
+    def commit(self, row: Row, asked: Asked, proposed: int, accepted: int) -> None:
+        self.model.commit(row, asked, proposed, accepted)
+
+    def describe(self) -> dict[str, object]:
+        return {"drafter": "composite", "first": self.guesser.describe(), "otherwise": self.model.describe()}
 
 
-def _merge(lookup: Proposal, model: Proposal, sampling: Sampling) -> Proposal:
-    """Rows that lookup answered from the one, the others from the other."""
-    certain_B = lookup.counts_B > 0
-    width = max(lookup.tokens_BG.shape[1], model.tokens_BG.shape[1])
-    wide = lambda t, fill=0: torch.nn.functional.pad(t, (0, width - t.shape[1]), value=fill)  # noqa: E731
-    tokens_BG = torch.where(certain_B[:, None], wide(lookup.tokens_BG), wide(model.tokens_BG))
-    merged = Proposal(tokens_BG, torch.where(certain_B, lookup.counts_B, model.counts_B), certain_B=certain_B, ids_K=model.ids_K)
-    if not sampling.greedy:
-        assert model.q_drawn_BG is not None and model.q_BGK is not None
+def merge(guess: Proposal, model: Proposal) -> Proposal:
+    """Rows with a guess from the one, the others from the other."""
+    certain_B = guess.counts_B > 0
+    width = max(guess.tokens_BG.shape[1], model.tokens_BG.shape[1])
+
+    def wide(t: Tensor, fill: float = 0) -> Tensor:
+        return F.pad(t, (0, width - t.shape[1]), value=fill)
+
+    tokens_BG = torch.where(certain_B[:, None], wide(guess.tokens_BG), wide(model.tokens_BG))
+    merged = Proposal(tokens_BG, torch.where(certain_B, guess.counts_B, model.counts_B), certain_B=certain_B, ids_K=model.ids_K)
+    if model.q_drawn_BG is not None and model.q_BGK is not None:  # None: a greedy law asks for no q
         merged.q_drawn_BG = torch.where(certain_B[:, None], 1.0, wide(model.q_drawn_BG, 1))
-        merged.q_BGK = torch.nn.functional.pad(model.q_BGK, (0, 0, 0, width - model.q_BGK.shape[1]))
+        merged.q_BGK = F.pad(model.q_BGK, (0, 0, 0, width - model.q_BGK.shape[1]))
     return merged
+
+
+def has_room(cache: StaticCache | None, rows: int, slots: int, source: int) -> bool:
+    """Whether a cache is large enough; ``source`` matters to encoder-decoders only."""
+    return cache is not None and cache.rows >= rows and cache.slots >= slots and getattr(cache, "source", source) >= source

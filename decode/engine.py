@@ -1,7 +1,7 @@
 """The decoder: rounds of propose, verify, accept, commit. Plain decoding is the same engine without a drafter.
 
-Rows differ in prompt, length, seed and acceptance; each equals its own batch-1 run. Finished rows leave, waiting ones
-enter. The prompt's last token is fed by the first round, so the first new token is an ordinary one.
+Rows differ in prompt, length, sampling, seed and acceptance; each equals its own batch-1 run. Finished rows leave, waiting
+ones enter. The prompt's last token is fed by the first round, so the first new token is an ordinary one.
 Shape suffixes: B active rows, G proposed tokens, G1 = G + 1, V vocabulary.
 """
 
@@ -10,15 +10,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from draftstill.decode.acceptance import Proposal, accept_greedy, accept_sampled
-from draftstill.decode.drafters import Asked, Drafter, Row
+from draftstill.decode.acceptance import Proposal
+from draftstill.decode.drafters import PROPOSERS, Asked, Batch, Drafter, Offer, Row, has_room
 from draftstill.decode.network import Network, StaticCache, prefill
-from draftstill.decode.sampling import Sampling, draw, probabilities, uniforms
-from draftstill.decode.trace import Round, Trace
+from draftstill.decode.round import accept, verify
+from draftstill.decode.sampling import Law, Sampling, Text, uniforms
+from draftstill.decode.static import Backend, StaticRounds, fallback
+from draftstill.decode.stops import StopText
+from draftstill.decode.trace import Kind, Round, Trace
 from draftstill.errors import DraftstillError
 
 _SLOT_STEP = 256
@@ -30,18 +35,26 @@ class Request:
     """One text to write."""
 
     prompt: Sequence[int]
+    """What the text continues; for an encoder-decoder target, what the encoder reads."""
     max_new_tokens: int
     seed: int = 0
     ignore_eos: bool = False
     """Run to the length limit: all arms of a timing then do the same work."""
+    sampling: Sampling | None = None
+    """None: the decoder's."""
+    stop: Sequence[str] = ()
+    """The text ends with the token that completes one of these strings; it is emitted."""
 
 
 @dataclass(slots=True)
-class _Active:
+class Active:
+    """A request being answered."""
+
     index: int
     request: Request
     row: Row
-    trace: Trace = field(default_factory=lambda: Trace(0))
+    trace: Trace
+    stops: StopText | None = None
 
     @property
     def remaining(self) -> int:
@@ -54,19 +67,55 @@ class Decoder:
     Args:
         target: the model whose answer counts.
         drafter: None is plain decoding (gamma = 0).
-        sampling: the law of both p and q.
+        gamma: most tokens proposed in a round; None: as many as the drafter does.
+        sampling: the law of both p and q, where a request has none of its own.
         eos: ids that end a text; they are emitted.
         rows: texts decoded side by side.
+        backend: ``eager``; ``graphs``: rounds captured as CUDA graphs; ``compile``: rounds through torch.compile (and captured, on
+            CUDA); ``auto``: graphs on CUDA, eager elsewhere. What cannot be had runs eagerly, and the trace says why.
+        simulate: accept each proposed token with this probability, whatever it is: what a draft of that acceptance would cost
+            and gain here. The text then means nothing.
+        detokenize: ids to text, needed by requests with stop strings.
     """
 
-    def __init__(self, target: Network, drafter: Drafter | None = None, *, gamma: int = 0, sampling: Sampling | None = None,
-                 eos: Iterable[int] = (), rows: int = 1) -> None:  # fmt: skip
+    def __init__(self, target: Network, drafter: Drafter | None = None, *, gamma: int | None = None, sampling: Sampling | None = None,
+                 eos: Iterable[int] = (), rows: int = 1, backend: Backend = "auto", simulate: float | None = None,
+                 detokenize: Callable[[list[int]], str] | None = None) -> None:  # fmt: skip
+        if simulate is not None and not 0.0 <= simulate <= 1.0:
+            raise DraftstillError("a simulated acceptance lies between 0 and 1", value=simulate)
         self.target, self.drafter = target, drafter
-        self.gamma = gamma if drafter is not None else 0
+        self.gamma = 0 if drafter is None else drafter.gamma if gamma is None else gamma
         self.sampling = sampling or Sampling(0.0)
-        self.eos, self.rows = frozenset(eos), rows
+        self.eos, self.rows, self.simulate, self.detokenize = frozenset(eos), rows, simulate, detokenize
+        self.asked_backend, self._fallback = backend, fallback(backend, target, drafter)
+        self.accounted: float | None = None
+        """Share of the last run's wall time that its traces account for."""
         self._cache: StaticCache | None = None
+        self._static: StaticRounds | None = None
+        self._laws: tuple[tuple[Sampling, ...], dict[int | None, Law]] = ((), {})
         self._sync = torch.cuda.synchronize if target.device.type == "cuda" else (lambda: None)
+
+    @property
+    def eager(self) -> bool:
+        """Whether rounds run eagerly."""
+        return (
+            self._fallback is not None
+            or self.asked_backend == "eager"
+            or (self.asked_backend == "auto" and self.target.device.type != "cuda")
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """How it runs, for the trace."""
+        found: dict[str, Any] = {"backend": "eager" if self.eager else "graphs" if self.asked_backend == "auto" else self.asked_backend}
+        if self._fallback:
+            found |= {"asked": self.asked_backend, "fallback": self._fallback}
+        if self.drafter is not None:
+            found |= {"gamma": self.gamma, "drafter": self.drafter.describe()}
+        if self.simulate is not None:
+            found["simulated_acceptance"] = self.simulate
+        if self._static is not None:
+            found |= self._static.counts()
+        return found
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request], on_tokens: Callable[[int, Trace, list[int]], None] | None = None,
@@ -77,40 +126,38 @@ class Decoder:
         """
         for n, request in enumerate(requests):
             self._check(n, request)
-        if not requests:
-            return []
-        longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
-        self._reserve(min(self.rows, len(requests)), min(longest, self.target.max_positions))
-        waiting = deque(enumerate(requests))
-        active: list[_Active] = []
         done: list[Trace | None] = [None] * len(requests)
-        while waiting or active:
-            entering: list[_Active] = []
-            while waiting and len(active) + len(entering) < self.rows:
-                index, request = waiting.popleft()
-                item = _Active(
-                    index, request, Row(list(request.prompt), torch.Generator().manual_seed(request.seed)), Trace(len(request.prompt))
-                )
-                if request.max_new_tokens == 0:
-                    item.trace.finish = "length"
-                    done[index] = item.trace
-                else:
-                    entering.append(item)
-            self._enter(len(active), entering)
-            active += entering
-            if not active:
-                break
-            news = self._round(active)
-            for slot in range(len(active) - 1, -1, -1):
-                item = active[slot]
-                if on_tokens:
-                    on_tokens(item.index, item.trace, news[slot])
-                if item.trace.finish:
-                    done[item.index] = item.trace
-                    if on_finish:
-                        on_finish(item.index, item.trace)
-                    self._leave(active, slot)
-        return [t for t in done if t is not None]
+        waiting: deque[Active] = deque()
+        for index, request in enumerate(requests):
+            item = self._item(index, request)
+            if item.trace.finish:
+                done[index] = item.trace
+            else:
+                waiting.append(item)
+        if not waiting:
+            return [t for t in done if t is not None]
+        self._reserve(waiting)
+        started = time.perf_counter()
+        warm_s = 0.0 if self._static is None else self._static.warm_s
+
+        def tell(item: Active, new: list[int]) -> None:
+            if on_tokens:
+                on_tokens(item.index, item.trace, new)
+            if item.trace.finish:
+                item.trace.engine = self.describe()
+                done[item.index] = item.trace
+                if on_finish:
+                    on_finish(item.index, item.trace)
+
+        if self.eager:
+            self._run_eagerly(waiting, tell)
+        else:
+            assert self._static is not None
+            self._static.run(waiting, self.commit, tell)
+        traces = [t for t in done if t is not None]
+        warm_s = 0.0 if self._static is None else self._static.warm_s - warm_s
+        self.accounted = sum(t.prefill_s + t.decode_s for t in traces) / (time.perf_counter() - started - warm_s)
+        return traces
 
     def _check(self, n: int, request: Request) -> None:
         prompt, limit = request.prompt, self.target.max_positions
@@ -124,22 +171,59 @@ class Decoder:
             raise DraftstillError(f"prompt {n} has {len(prompt)} tokens; the target's context holds {limit}", mend="shorten the prompt")
         if request.max_new_tokens < 0:
             raise DraftstillError("max_new_tokens is negative", value=request.max_new_tokens)
+        if request.stop and self.detokenize is None:
+            raise DraftstillError(f"prompt {n} has stop strings, but the decoder cannot turn ids into text", mend="give it detokenize=")
+        if any(not s for s in request.stop):
+            raise DraftstillError(f"prompt {n} has an empty stop string", key="stop", mend="leave it out")
 
-    def _reserve(self, rows: int, positions: int) -> None:
-        slots = -(-(positions + self.gamma + 1) // _SLOT_STEP) * _SLOT_STEP
-        if self._cache is None or self._cache.rows < rows or self._cache.slots < slots:
-            self._cache = None  # free the old one first
-            self._cache = self.target.new_cache(rows, slots)
+    def _item(self, index: int, request: Request) -> Active:
+        prompt = list(request.prompt)
+        tokens = list(self.target.start_ids) if self.target.encoder else prompt
+        row = Row(tokens, torch.Generator().manual_seed(request.seed), request.sampling or self.sampling, prompt, len(tokens))
+        trace = Trace(len(prompt), finish="length" if request.max_new_tokens == 0 else None)
+        stops = StopText(request.stop, self.detokenize) if request.stop and self.detokenize else None
+        return Active(index, request, row, trace, stops)
+
+    def _reserve(self, items: Iterable[Active]) -> None:
+        items = list(items)
+        rows = min(self.rows, len(items))
+        positions = min(max(len(i.row.tokens) + i.request.max_new_tokens for i in items), self.target.max_positions)
+        source = max(len(i.row.source) for i in items)
+        slots, source = (-(-n // _SLOT_STEP) * _SLOT_STEP for n in (positions + self.gamma + 1, source))
+        if not has_room(self._cache, rows, slots, source):
+            self._cache = self._static = None  # free the old one first
+            self._cache = self.target.new_cache(rows, slots, source)
         if self.drafter is not None:
-            self.drafter.reserve(rows, slots)
+            self.drafter.reserve(rows, slots, source)
+        if not self.eager:
+            assert self._cache is not None
+            if self._static is None or not self._static.fits(self._cache, self.drafter):
+                self._static = StaticRounds(self, self._cache)
 
-    def _enter(self, first: int, items: Sequence[_Active]) -> None:
+    # -- eager rounds -------------------------------------------------------------------------------------------------------
+
+    def _run_eagerly(self, waiting: deque[Active], tell: Callable[[Active, list[int]], None]) -> None:
+        active: list[Active] = []
+        while waiting or active:
+            entering = [waiting.popleft() for _ in range(min(len(waiting), self.rows - len(active)))]
+            self.enter(len(active), entering)
+            active += entering
+            news = self._round(active)
+            for slot in range(len(active) - 1, -1, -1):
+                item = active[slot]
+                tell(item, news[slot])
+                if item.trace.finish:
+                    self._leave(active, slot)
+
+    def enter(self, first: int, items: Sequence[Active]) -> None:
         """Prefill rows side by side from slot ``first`` on: everything but each prompt's last token."""
         assert self._cache is not None
         if not items:
             return
         started = time.perf_counter()
         rows = [item.row for item in items]
+        if self.target.encoder:
+            self.target.read(self._cache, first, [r.source for r in rows])
         prefill(self.target, self._cache, first, [r.tokens[:-1] for r in rows])
         if self.drafter is not None:
             self.drafter.start(first, rows)
@@ -147,7 +231,7 @@ class Decoder:
         for item in items:
             item.trace.prefill_s = (time.perf_counter() - started) / len(items)
 
-    def _leave(self, active: list[_Active], slot: int) -> None:
+    def _leave(self, active: list[Active], slot: int) -> None:
         """The last row takes the freed slot, so that active rows stay side by side."""
         assert self._cache is not None
         last = active.pop()
@@ -157,81 +241,111 @@ class Decoder:
                 self.drafter.move(len(active), slot, last.row)
             active[slot] = last
 
-    def _round(self, active: list[_Active]) -> list[list[int]]:
+    def limit(self, item: Active) -> int:
+        """Most tokens worth proposing: the target adds one itself, so the last one of a text never is."""
+        return min(self.gamma, item.remaining - 1, self.target.max_positions - len(item.row.tokens) - 1)
+
+    def noise(self, rows: Sequence[Row]) -> Tensor:
+        """[B, 2 gamma + 1] uniforms, a fixed number from each row's own stream whatever is proposed: draft, acceptance, next token."""
+        return torch.stack([uniforms(r.generator, 2 * self.gamma + 1) for r in rows])
+
+    def _round(self, active: list[Active]) -> list[list[int]]:
         clock = [time.perf_counter()]
         rows = [a.row for a in active]
-        # The target adds one token itself, so the last one of a text is never worth proposing.
-        limits = [min(self.gamma, a.remaining - 1, self.target.max_positions - len(a.row.tokens) - 1) for a in active]
-        proposal, asked, steps = self._propose(rows, limits)
+        limits = [self.limit(a) for a in active]
+        law = self._law(rows)
+        p_law = law(None)
+        u = self.noise(rows).to(self.target.device) if not p_law.greedy or self.simulate is not None else None
+        text = self._text(rows) if p_law.needs_text else None
+        offer = Offer(None, ["none"] * len(rows), 0)
+        if self.drafter is not None and max(limits) > 0:
+            offer = self.drafter.propose(Batch(rows, limits, law, None if u is None else u[:, : self.gamma], text))
+        proposal = offer.proposal
         self._tick(clock)
-        p_or_best = self._verify(rows, proposal)
+        scores = self._verify(rows, proposal, p_law, text)
         self._tick(clock)
-        accepted, following = self._accept(rows, proposal, p_or_best)
+        accepted_B, next_B = accept(scores, proposal, p_law, None if u is None else u[:, self.gamma :], simulate=self.simulate)
+        report = [accepted_B[:, None], next_B[:, None]]
+        if proposal is not None:
+            report += [proposal.counts_B[:, None], proposal.tokens_BG]
+        found = torch.cat(report, 1).tolist()  # the round's one host read
         self._tick(clock)
-        offered = proposal.tokens_BG.tolist() if proposal else [[]] * len(rows)
-        counts = proposal.counts_B.tolist() if proposal else [0] * len(rows)
-        news = [self._commit(a, asked[b], offered[b], counts[b], accepted[b], following[b]) for b, a in enumerate(active)]
+        news = [self.commit(a, offer.asked[b], found[b][3:], found[b][2] if proposal is not None else 0, found[b][0], found[b][1])
+                for b, a in enumerate(active)]  # fmt: skip
         self._tick(clock)
         share = [(b - a) / len(active) for a, b in zip(clock, clock[1:], strict=False)]
         for item in active:
             last = item.trace.rounds[-1]
             last.draft_s, last.verify_s, last.sample_s, last.host_s = share
-            last.draft_steps = steps if last.kind == "model" else 0
+            last.draft_steps = offer.steps if last.kind == "model" else 0
         return news
 
     def _tick(self, clock: list[float]) -> None:
         self._sync()
         clock.append(time.perf_counter())
 
-    def _propose(self, rows: list[Row], limits: list[int]) -> tuple[Proposal | None, list[Asked], int]:
-        if self.drafter is None or max(limits) <= 0:
-            return None, ["none"] * len(rows), 0
-        return self.drafter.propose(rows, limits, self.sampling)
+    def _law(self, rows: Sequence[Row]) -> Callable[[Tensor | None], Law]:
+        """The rows' law, packed once for as long as the rows stay the same."""
+        samplings = tuple(r.sampling for r in rows)
+        if samplings != self._laws[0]:
+            self._laws = samplings, {}
+        made = self._laws[1]
 
-    def _verify(self, rows: list[Row], proposal: Proposal | None) -> torch.Tensor:
-        """Processed probabilities [B, G1, V] of the target, or its argmax [B, G1] when greedy."""
+        def law(head_ids: Tensor | None) -> Law:
+            key = None if head_ids is None else id(head_ids)
+            if key not in made:
+                made[key] = Law.of(samplings, vocab=self.target.vocab, device=self.target.device, eos=self.eos, ids_K=head_ids)
+            return made[key]
+
+        return law
+
+    def _text(self, rows: Sequence[Row]) -> Text:
+        """The rows' texts, with room for a block behind each."""
+        width = max(len(r.tokens) for r in rows) + self.gamma + 1
+        ids = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in rows], device=self.target.device)
+        length, prompt = (torch.tensor(n, device=ids.device) for n in ([len(r.tokens) for r in rows], [r.prompt_length for r in rows]))
+        return Text(ids, length, prompt)
+
+    def _verify(self, rows: list[Row], proposal: Proposal | None, law: Law, text: Text | None) -> Tensor:
         assert self._cache is not None
         ids_BG1 = torch.tensor([[r.tokens[-1]] for r in rows], device=self.target.device)
         if proposal is not None:
             ids_BG1 = torch.cat([ids_BG1, proposal.tokens_BG], 1)
-        hidden = self.target.forward(ids_BG1, self._cache, [len(r.tokens) - 1 for r in rows])
-        logits = self.target.logits(hidden)
-        return logits.argmax(-1) if self.sampling.greedy else logits
+            if text is not None:
+                at_BG = text.length_B[:, None] + torch.arange(proposal.tokens_BG.shape[1], device=ids_BG1.device)
+                text.ids_BS.scatter_(1, at_BG, proposal.tokens_BG)
+        return verify(self.target, self._cache, ids_BG1, [len(r.tokens) - 1 for r in rows], law, text)
 
-    def _accept(self, rows: list[Row], proposal: Proposal | None, scores: torch.Tensor) -> tuple[list[int], list[int]]:
-        if self.sampling.greedy:
-            if proposal is None:
-                return [0] * len(rows), scores[:, 0].tolist()
-            accepted_B, next_B = accept_greedy(scores, proposal)
-        else:
-            G1, V = scores.shape[1:]
-            p_BG1V = probabilities(scores.view(-1, V), self.sampling).view(-1, G1, V)
-            # A fixed number per row and round, whatever its neighbours propose.
-            u = torch.stack([uniforms(r.generator, self.gamma + 1) for r in rows]).to(scores.device)
-            if proposal is None:
-                return [0] * len(rows), draw(p_BG1V[:, 0], u[:, -1]).tolist()
-            accepted_B, rest_BV = accept_sampled(p_BG1V, proposal, u[:, : G1 - 1])
-            next_B = draw(rest_BV, u[:, -1])
-        accepted, following = torch.stack([accepted_B, next_B]).tolist()  # the round's one host read
-        return accepted, following
+    # -- both ---------------------------------------------------------------------------------------------------------------
 
-    def _commit(self, item: _Active, asked: Asked, offered: list[int], count: int, accepted: int, following: int) -> list[int]:
-        """Append what was accepted and the target's own token, up to an EOS."""
+    def commit(self, item: Active, asked: Asked, offered: list[int], count: int, accepted: int, following: int) -> list[int]:
+        """Append what was accepted and the target's own token, up to an end; record the round.
+
+        Args:
+            offered: the proposed tokens, of which the first ``count`` are real and the first ``accepted`` passed.
+            following: the target's own token.
+        """
         trace, row = item.trace, item.row
-        new = [*offered[:accepted], following]
+        passed = [*offered[:accepted], following]
+        new = passed
         if not item.request.ignore_eos:
             stop = next((i for i, t in enumerate(new) if t in self.eos), None)
             if stop is not None:
-                new = new[: stop + 1]
-                trace.finish = "eos"
+                new, trace.finish = new[: stop + 1], "eos"
+        if item.stops is not None:
+            stop = item.stops.feed(new)
+            if stop is not None:
+                new, trace.finish = new[: stop + 1], "stop"
         kept = min(accepted, len(new))
-        # Tokens proposed behind an EOS that was emitted were never judged.
+        # Tokens proposed behind an end that was emitted were never judged.
         proposed = count if len(new) > accepted else kept
         if self.drafter is not None:
-            self.drafter.commit(row, asked, accepted)
+            self.drafter.commit(row, asked, count, accepted)
         row.tokens += new
         trace.tokens += new
-        trace.rounds.append(Round(asked if asked in ("model", "lookup") and count else "none", proposed, kept, len(new)))
+        trace.rounds.append(
+            Round(cast(Kind, asked) if asked in PROPOSERS and count else "none", proposed, kept, len(new), len(passed) - len(new))
+        )
         trace.drafting_stopped += asked == "full"
         if trace.finish is None and item.remaining <= 0:
             trace.finish = "length"

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from draftstill.decode.network import Network, refuse_unsupported
+from draftstill.decode.encdec import make_network
+from draftstill.decode.families import refuse_unsupported
+from draftstill.decode.network import Network
 from draftstill.machine import cores
 from draftstill.recipe import Recipe
 from draftstill.sources import ModelSource, load_model, load_tokenizer, resolve_model
@@ -44,7 +46,7 @@ def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
     refuse_unsupported(model.config)
     vocab = min(real_size(tokenizer), model.config.vocab_size)
-    network = Network(model, vocab=vocab)
+    network = make_network(model, vocab=vocab)
     eos = eos_ids(model.config, model.generation_config, tokenizer)
     return Loaded(network, tokenizer, source, model.config, eos, vocab, revision_of(model, source))
 

@@ -1,14 +1,15 @@
-"""A lean forward pass over a static KV cache, for decoder-only models whose state is only a KV cache.
+"""A lean forward pass over a static KV cache, for models whose state is only a KV cache.
 
 Shape suffixes: B rows, T new tokens, S cache slots, H hidden, N heads, K key-value heads, D head width, V vocabulary.
 
 Why our own forward: ``generate`` costs more per step than a small draft model does, and its cache grows by
 concatenation. Here keys and values are written in place at each row's position; rolling back is forgetting a length.
+What families differ in is read into uniform layers (``families``); the forward knows none of their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftstill.errors import DraftstillError
+from draftstill.decode.families import SUPPORTED, plain_head, read, refuse_unsupported
+from draftstill.decode.layers import Layer, Linear, Sort, Stack, capped_attention, rotate, tensors
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-_ROPE = ("default", "linear", "llama3", "yarn")
+__all__ = ["SUPPORTED", "Network", "Places", "Sight", "StaticCache", "plain_head", "prefill", "refuse_unsupported"]
 
 
 class StaticCache:
@@ -37,7 +38,7 @@ class StaticCache:
 
     def view(self, first: int, count: int) -> StaticCache:
         """Rows first .. first+count-1, sharing memory."""
-        part = object.__new__(StaticCache)
+        part = object.__new__(type(self))
         part.keys = [k[first : first + count] for k in self.keys]
         part.values = [v[first : first + count] for v in self.values]
         part.rows, part.slots = count, self.slots
@@ -54,203 +55,274 @@ class StaticCache:
 
 
 @dataclass(slots=True)
-class _Layer:
-    norm1: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    norm2: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+class Sight:
+    """What the new tokens see from layers of one sort."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    low: int
+    """First slot read: a window may end before the cache begins."""
+    mask: Tensor | None
+    """True where a token may look, or a bias to add (-inf where it may not); broadcasts to [B, N, T, end - low]."""
+    folded: Tensor | None = None
+    """The same for queries of heads that share keys put one behind the other, [B, 1, N / K * T, end - low]."""
 
 
-def _cat(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([m.weight.detach() for m in modules])
-    bias = torch.cat([m.bias.detach() for m in modules]) if modules[0].bias is not None else None
-    return weight, bias
+@dataclass(slots=True)
+class Places:
+    """Where the new tokens of one forward go and what they may see; the same for every layer of a sort."""
 
-
-def refuse_unsupported(config: Any, key: str = "target.source") -> None:
-    """Refuse, by name, a model that this decoder would run wrongly."""
-    kind = getattr(config, "model_type", "?")
-    if kind not in SUPPORTED:
-        raise DraftstillError(
-            f"models of type {kind!r} are not supported by the decoder",
-            key=key, mend=f"supported: {', '.join(SUPPORTED)}. Models with recurrent or convolutional state cannot be rolled back.",
-        )  # fmt: skip
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or (kind == "mistral" and getattr(config, "sliding_window", None)):
-        raise DraftstillError(
-            f"{kind!r} with sliding-window attention is not supported yet", key=key, mend="use a model with full attention"
-        )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPE:
-        raise DraftstillError(
-            f"rotary scaling {rope!r} is not supported (it changes with the length)", key=key, mend=f"supported: {', '.join(_ROPE)}"
-        )
+    where: tuple[Any, ...]
+    """Index into [B, K, S, D] stores."""
+    end: int
+    """Slots read end here."""
+    together: bool
+    """All rows at one position: plain slices, no index tensors."""
+    sights: list[Sight]
+    """One per sort of layers."""
+    learned: Tensor | None = None
+    """Learned embeddings of the tokens' positions; broadcasts to [B, T, H]."""
+    source: Tensor | None = None
+    """True where a row's encoded text is; [B, 1, 1, E]."""
 
 
 class Network:
     """Weights of a transformers model, arranged for decoding.
 
     Args:
-        model: a ``LlamaForCausalLM`` or one of its kin (``SUPPORTED``), in the dtype to decode in.
+        model: a transformers model of a supported family (``SUPPORTED``), in the dtype to decode in.
         vocab: real vocabulary; padded head rows beyond it are never scored.
         head_ids: score only these ids (ascending); logits then have one column per kept id.
     """
 
-    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source") -> None:
-        config = model.config
-        refuse_unsupported(config, key)
-        self.kind, self.hidden = config.model_type, config.hidden_size
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.eps, self.max_positions = config.rms_norm_eps, config.max_position_embeddings
-        if config.hidden_act != "silu":
-            raise DraftstillError(f"activation {config.hidden_act!r} is not supported", key=key, mend="supported: silu")
-        self.embed = model.model.embed_tokens.weight.detach()
-        self.dtype, self.device = self.embed.dtype, self.embed.device
-        self.layers = [self._layer(layer) for layer in model.model.layers]
-        self.norm = model.model.norm.weight.detach()
-        self.vocab = vocab or model.lm_head.weight.shape[0]
-        head = model.lm_head.weight.detach()[: self.vocab]
-        self.head_ids = None if head_ids is None else head_ids.to(self.device)
-        self.head = head if self.head_ids is None else head[self.head_ids].contiguous()
-        # Built anew: casting a model to bfloat16 casts these frequencies too, and their error grows with the position.
-        rotary = type(model.model.rotary_emb)(config=config)
-        self._inv_freq, self._scaling = rotary.inv_freq.float(), float(getattr(rotary, "attention_scaling", 1.0))
-        self.cos = self.sin = torch.empty(0)
-        self._rotary(min(1024, self.max_positions))
+    encoder = False
+    """Whether texts are conditioned on a source that an encoder reads (``EncoderDecoderNetwork``)."""
+    start_ids: Sequence[int] = ()
+    """What every text of an encoder-decoder starts with."""
+    plain_head: bool
+    """Whether logits are nothing but head @ hidden."""
 
-    @staticmethod
-    def _layer(layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = _cat(attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up, gate_up_bias = _cat(mlp.gate_proj, mlp.up_proj)
-        out, out_bias = _cat(attention.o_proj)
-        down, down_bias = _cat(mlp.down_proj)
-        q_norm, k_norm = (getattr(attention, n).weight.detach() if hasattr(attention, n) else None for n in ("q_norm", "k_norm"))
-        return _Layer(
-            layer.input_layernorm.weight.detach(), qkv, qkv_bias, q_norm, k_norm, out, out_bias,
-            layer.post_attention_layernorm.weight.detach(), gate_up, gate_up_bias, down, down_bias,
-        )  # fmt: skip
+    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source") -> None:
+        self._take(read(model, key), model.config, vocab, head_ids)
+
+    def _take(self, stack: Stack, config: Any, vocab: int | None, head_ids: Tensor | None) -> None:
+        self.kind = config.model_type
+        self.stack, self.layers, self.norm, self.embed = stack, stack.layers, stack.norm, stack.embed
+        self.heads, self.kv_heads, self.width, self.max_positions = stack.heads, stack.kv_heads, stack.width, stack.max_positions
+        self.dtype, self.device = self.embed.dtype, self.embed.device
+        self.vocab = vocab or stack.head.weight.shape[0]
+        self.head_ids = None if head_ids is None else head_ids.to(self.device)
+        kept = lambda t: t[: self.vocab] if self.head_ids is None else t[: self.vocab][self.head_ids].contiguous()  # noqa: E731
+        self.head = kept(stack.head.weight)
+        self.head_bias = None if stack.head.bias is None else kept(stack.head.bias)
+        stack.head = Linear(self.head, self.head_bias)  # lets a whole head go that was trimmed
+        self.plain_head = self.head_bias is None and stack.logit_cap is None
+        self.hidden = self.head.shape[1]
+        self._act, self._softcap = stack.activation, stack.softcap
+        # Partial rotary: the rest of a head's width passes.
+        self._turned = max((2 * len(s.inv_freq) for s in stack.sorts if s.inv_freq is not None), default=self.width)
+        self._tables: list[tuple[Tensor, Tensor] | None] = [None] * len(stack.sorts)
+        self._learned, self._reach = stack.positions, 0
+        self._extend(min(1024, self.max_positions))
 
     @property
     def parameters(self) -> int:
         """Distinct parameters; a tied head counts once."""
-        tensors = {t.data_ptr(): t.numel() for t in (self.embed, self.norm)}
-        if self.head_ids is None:
-            tensors[self.head.data_ptr()] = self.head.numel()
-        inner = sum(t.numel() for layer in self.layers for t in (getattr(layer, n) for n in _Layer.__slots__) if t is not None)
-        return sum(tensors.values()) + inner
+        found = {t.data_ptr(): t.numel() for t in tensors(self.stack) if self.head_ids is None or t is not self.head}
+        return sum(found.values()) + sum(t.numel() for layer in self.layers for t in tensors(layer))
 
-    def new_cache(self, rows: int, slots: int) -> StaticCache:
-        self._rotary(slots)
+    def new_cache(self, rows: int, slots: int, source: int = 0) -> StaticCache:
+        """Room for ``rows`` texts of ``slots`` tokens; ``source`` matters to encoder-decoders only."""
+        self._extend(slots)
         return StaticCache(len(self.layers), rows, self.kv_heads, slots, self.width, self.dtype, self.device)
 
-    def _rotary(self, length: int) -> None:
-        if self.cos.shape[0] >= length:
+    def _extend(self, length: int) -> None:
+        """Tables of positions for at least ``length`` slots."""
+        if self._reach >= length:
             return
-        angle = torch.outer(torch.arange(length, device=self.device, dtype=torch.float32), self._inv_freq.to(self.device))
-        angle = torch.cat([angle, angle], -1)
-        self.cos, self.sin = (angle.cos() * self._scaling).to(self.dtype), (angle.sin() * self._scaling).to(self.dtype)
+        self._reach = length
+        for n, sort in enumerate(self.stack.sorts):
+            if sort.inv_freq is not None:
+                angle = torch.outer(torch.arange(length, device=self.device, dtype=torch.float32), sort.inv_freq.to(self.device))
+                angle = torch.cat([angle, angle], -1)
+                self._tables[n] = (angle.cos() * sort.scaling).to(self.dtype), (angle.sin() * sort.scaling).to(self.dtype)
+        self.cos, self.sin = self._tables[0] or (torch.empty(0), torch.empty(0))
+        if self._learned is not None and len(self._learned) < length:
+            # Only padding ever stands past the last learned position.
+            self._learned = F.pad(self._learned, (0, 0, 0, length - len(self._learned)))
 
-    def forward(self, ids_BT: Tensor, cache: StaticCache, starts: list[int]) -> Tensor:
+    def places(self, starts: Sequence[int] | Tensor, tokens: int, cache: StaticCache) -> Places:
+        """Where ``tokens`` new tokens of each row go, and what they may see.
+
+        Args:
+            starts: position of each row's first new token. A list of host integers reads and writes no more of the cache than
+                it needs. A tensor [B] has static shapes whatever its values: one forward for every position, which a graph can
+                capture; it reads the whole cache behind a mask.
+        """
+        lowest, positions_BT = 0, None
+        if isinstance(starts, Tensor):
+            end, positions_BT = cache.slots, starts[:, None] + torch.arange(tokens, device=self.device)
+        else:
+            lowest, end = min(starts), max(starts) + tokens
+            if end > cache.slots:
+                raise AssertionError(f"position {end} past the cache's {cache.slots} slots")
+            if lowest + tokens < end:
+                positions_BT = torch.tensor(starts, device=self.device)[:, None] + torch.arange(tokens, device=self.device)
+        if positions_BT is None:
+            new: Any = slice(lowest, end)
+            where: tuple[Any, ...] = (slice(None), slice(None), new)
+        else:
+            new = positions_BT
+            where = (torch.arange(len(positions_BT), device=self.device)[:, None], slice(None), positions_BT)
+        fixed = isinstance(starts, Tensor)
+        sights = [self._sight(sort, table, positions_BT, new, lowest, end, tokens, fixed)
+                  for sort, table in zip(self.stack.sorts, self._tables, strict=True)]  # fmt: skip
+        return Places(where, end, positions_BT is None, sights, None if self._learned is None else self._learned[new])
+
+    def _sight(self, sort: Sort, table: tuple[Tensor, Tensor] | None, positions_BT: Tensor | None, new: Any, lowest: int, end: int,
+               tokens: int, fixed: bool) -> Sight:  # fmt: skip
+        """A token at position t sees t-window+1 .. t."""
+        low = 0 if sort.window is None else max(0, lowest - sort.window + 1)
+        cos, sin = (None, None) if table is None else (table[0][new], table[1][new])
+        if positions_BT is None:
+            mask = torch.ones(tokens, end - low, dtype=torch.bool, device=self.device).tril(lowest - low) if tokens > 1 else None
+            if mask is not None and sort.window is not None and end > sort.window:
+                mask.triu_(lowest - low - sort.window + 1)
+            return Sight(cos, sin, low, mask)
+        slots = torch.arange(low, end, device=self.device)
+        mask = slots <= positions_BT[:, :, None]
+        if sort.window is not None:
+            mask = mask & (slots > positions_BT[:, :, None] - sort.window)
+        mask = mask[:, None]
+        folded = None
+        if fixed and tokens > 1 and self.heads != self.kv_heads and self._softcap is None:
+            # On CUDA no fused kernel takes grouped queries and a mask together; folded ones it takes, with the mask as a bias.
+            bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, -torch.inf)
+            folded = bias.repeat(1, 1, self.heads // self.kv_heads, 1)
+        return Sight(None if cos is None else cos[:, None], None if sin is None else sin[:, None], low, mask, folded)
+
+    def forward(self, ids_BT: Tensor, cache: StaticCache, starts: Sequence[int] | Tensor) -> Tensor:
         """Process tokens at positions starts[b] .. starts[b]+T-1, writing the cache.
 
         Args:
             ids_BT: token ids.
             cache: rows 0..B-1 are used.
-            starts: position of each row's first token; everything before it must be in the cache.
+            starts: position of each row's first token; everything before it must be in the cache. See ``places``.
 
         Returns:
             Final (normed) hidden states, [B, T, H].
         """
         B, T = ids_BT.shape
-        end = max(starts) + T
-        if end > cache.slots:
-            raise AssertionError(f"position {end} past the cache's {cache.slots} slots")
-        single = min(starts) == max(starts)
-        if single:
-            first = starts[0]
-            cos, sin = self.cos[first:end], self.sin[first:end]
-            where: tuple[Any, ...] = (slice(None), slice(None), slice(first, end))
-            mask = None
-            if T > 1:
-                mask = torch.ones(T, end, dtype=torch.bool, device=self.device).tril(first)
-        else:
-            positions_BT = torch.tensor(starts, device=self.device)[:, None] + torch.arange(T, device=self.device)
-            cos, sin = self.cos[positions_BT][:, None], self.sin[positions_BT][:, None]
-            where = (torch.arange(B, device=self.device)[:, None], slice(None), positions_BT)
-            mask = (torch.arange(end, device=self.device) <= positions_BT[:, :, None])[:, None]
+        stack = self.stack
+        places = self.places(starts, T, cache)
         x_BTH = F.embedding(ids_BT, self.embed)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x_BTH = x_BTH + self._attend(layer, x_BTH, keys[:B], values[:B], where, end, cos, sin, mask, single)
-            h = F.rms_norm(x_BTH, (self.hidden,), layer.norm2, self.eps)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            x_BTH = x_BTH + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        return F.rms_norm(x_BTH, (self.hidden,), self.norm, self.eps)
+        if stack.embed_scale is not None:
+            x_BTH = x_BTH * stack.embed_scale
+        if stack.project_in is not None:
+            x_BTH = F.linear(x_BTH, *stack.project_in)
+        if places.learned is not None:
+            x_BTH = x_BTH + places.learned
+        for n, layer in enumerate(self.layers):
+            h = x_BTH if layer.norm1 is None else layer.norm1(x_BTH)
+            a = self._attend(layer, h, cache.keys[n][:B], cache.values[n][:B], places)
+            if stack.parallel:
+                x_BTH = self._feed(layer, h if layer.norm2 is None else layer.norm2(x_BTH)) + a + x_BTH
+                continue
+            x_BTH = x_BTH + (a if layer.post1 is None else layer.post1(a))
+            if layer.after1 is not None:
+                x_BTH = layer.after1(x_BTH)
+            if layer.cross is not None:
+                x_BTH = x_BTH + self._attend_source(n, x_BTH, cache, places)
+            f = self._feed(layer, x_BTH if layer.norm2 is None else layer.norm2(x_BTH))
+            x_BTH = x_BTH + (f if layer.post2 is None else layer.post2(f))
+            if layer.after2 is not None:
+                x_BTH = layer.after2(x_BTH)
+        x_BTH = x_BTH if self.norm is None else self.norm(x_BTH)
+        if stack.project_out is not None:
+            x_BTH = F.linear(x_BTH, *stack.project_out)
+        return x_BTH if stack.out_scale is None else x_BTH * stack.out_scale
 
-    def _attend(self, layer: _Layer, x_BTH: Tensor, keys: Tensor, values: Tensor, where: tuple[Any, ...], end: int,
-                cos: Tensor, sin: Tensor, mask: Tensor | None, single: bool) -> Tensor:  # fmt: skip
-        B, T, _ = x_BTH.shape
-        h = F.rms_norm(x_BTH, (self.hidden,), layer.norm1, self.eps)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(B, T, self.heads + 2 * self.kv_heads, self.width).transpose(1, 2)
+    def _feed(self, layer: Layer, h: Tensor) -> Tensor:
+        if not self.stack.gated:
+            return F.linear(self._act(F.linear(h, *layer.up)), *layer.down)
+        gate, up = F.linear(h, *layer.up).chunk(2, -1)
+        return F.linear(self._act(gate) * up, *layer.down)
+
+    def _attend(self, layer: Layer, h: Tensor, keys: Tensor, values: Tensor, places: Places) -> Tensor:
+        B, T, _ = h.shape
+        sight = places.sights[layer.sort]
+        qkv = F.linear(h, *layer.qkv).view(B, T, self.heads + 2 * self.kv_heads, self.width).transpose(1, 2)
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 1)
-            q, k = F.rms_norm(q, (self.width,), layer.q_norm, self.eps), F.rms_norm(k, (self.width,), layer.k_norm, self.eps)
-            qk = torch.cat([q, k], 1)
-        q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], 1)
-        if single:
-            keys[where], values[where] = k, v
+            qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], 1)
+        if sight.cos is not None and sight.sin is not None:
+            if self._turned == self.width:
+                qk = rotate(qk, sight.cos, sight.sin)
+            else:
+                qk = torch.cat([rotate(qk[..., : self._turned], sight.cos, sight.sin), qk[..., self._turned :]], -1)
+        q, k = qk.split([self.heads, self.kv_heads], 1)
+        if places.together:
+            keys[places.where], values[places.where] = k, v
         else:  # advanced indices around a slice put B, T first
-            keys[where], values[where] = k.transpose(1, 2), v.transpose(1, 2)
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        if T == 1:
+            keys[places.where], values[places.where] = k.transpose(1, 2), v.transpose(1, 2)
+        keys, values = keys[:, :, sight.low : places.end], values[:, :, sight.low : places.end]
+        if self._softcap is not None:
+            a = capped_attention(q, keys, values, sight.mask, layer.scale, self._softcap)
+        elif T == 1 or sight.folded is not None:
             # Heads that share keys become rows of one query: the CPU's grouped kernel takes 3 times as long for a single token
             # (.12-.21 ms against .045 per layer of the demo's target), and plain decoding is nothing but single tokens.
-            q = q.reshape(B, self.kv_heads, self.heads // self.kv_heads, self.width)
-            a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, self.heads * self.width)
+            q = q.reshape(B, self.kv_heads, self.heads // self.kv_heads * T, self.width)
+            a = F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask if T == 1 else sight.folded, scale=layer.scale)
+            if T > 1:
+                a = a.reshape(B, self.heads, T, self.width).transpose(1, 2)
+            a = a.reshape(B, T, self.heads * self.width)
         else:
-            a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
+            gqa = self.heads != self.kv_heads
+            a = F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask, enable_gqa=gqa, scale=layer.scale)
             a = a.transpose(1, 2).reshape(B, T, self.heads * self.width)
-        return F.linear(a, layer.out, layer.out_bias)
+        return F.linear(a, *layer.out)
+
+    def read(self, cache: StaticCache, first: int, sources: Sequence[Sequence[int]]) -> None:
+        """Encode the sources of rows first, first+1, ... (encoder-decoders only)."""
+        raise NotImplementedError(f"{self.kind} has no encoder")
+
+    def _attend_source(self, layer: int, x_BTH: Tensor, cache: StaticCache, places: Places) -> Tensor:
+        raise NotImplementedError(f"{self.kind} has no encoder")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits over the real vocabulary (or the kept ids), [..., V]."""
-        return F.linear(hidden, self.head).float()
+        z = F.linear(hidden, self.head, self.head_bias)
+        if (cap := self.stack.logit_cap) is not None:
+            z = torch.tanh(z / cap) * cap
+        return z.float()
 
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill forward: enough to fill the machine, few enough to bound the memory of its activations."""
 
 
-def prefill(network: Network, cache: StaticCache, first: int, texts: Sequence[Sequence[int]]) -> None:
-    """Put each text into its row of the cache, rows first, first+1, ...; shorter texts are padded with garbage past their end."""
+def batches(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[Sequence[int]], int]]:
+    """Neighbouring texts that one forward reads: index of the first, the texts, the length of the longest."""
     at = 0
-    if len(texts) > 1 and all(t == texts[0] for t in texts):
-        # Many answers to one prompt: read it once.
-        prefill(network, cache, first, texts[:1])
-        for row in range(first + 1, first + len(texts)):
-            cache.move(first, row, len(texts[0]))
-        return
     while at < len(texts):
         count, width = 0, 0
         while at + count < len(texts) and (count == 0 or (count + 1) * max(width, len(texts[at + count])) <= _PREFILL_TOKENS):
             width = max(width, len(texts[at + count]))
             count += 1
-        if width:
-            ids = torch.tensor([[*t, *[0] * (width - len(t))] for t in texts[at : at + count]], device=network.device)
-            network.forward(ids, cache.view(first + at, count), [0] * count)
+        yield at, list(texts[at : at + count]), width
         at += count
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+def prefill(network: Network, cache: StaticCache, first: int, texts: Sequence[Sequence[int]]) -> None:
+    """Put each text into its row of the cache, rows first, first+1, ...; shorter texts are padded with garbage past their end."""
+    if len(texts) > 1 and not network.encoder and all(t == texts[0] for t in texts):
+        # Many answers to one prompt: read it once. (Of an encoder-decoder, texts begin alike but have sources of their own.)
+        prefill(network, cache, first, texts[:1])
+        for row in range(first + 1, first + len(texts)):
+            cache.move(first, row, len(texts[0]))
+        return
+    for at, group, width in batches(texts):
+        if width:
+            ids = torch.tensor([[*t, *[0] * (width - len(t))] for t in group], device=network.device)
+            network.forward(ids, cache.view(first + at, len(group)), [0] * len(group))

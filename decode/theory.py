@@ -7,6 +7,8 @@ v: time to verify gamma + 1 tokens over plain target step time (the paper takes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens per round if acceptance is i.i.d., bonus included: (1 - alpha^(gamma+1)) / (1 - alpha). Paper, equation 1."""
@@ -39,11 +41,13 @@ def break_even(gamma: int, c: float, v: float = 1.0) -> float | None:
     return high
 
 
-def best_gamma(alpha: float, c: float, v: float = 1.0, most: int = 16) -> tuple[int, float]:
+def best_gamma(alpha: float, c: float, v: float | Mapping[int, float] = 1.0, most: int = 16) -> tuple[int, float]:
     """The gamma in 0..most with the largest i.i.d. prediction, and that prediction; 0 means: do not speculate.
 
-    v is the cost of a verify pass with gamma >= 1; plain decoding costs 1.
+    v is the cost of a verify pass with gamma >= 1, one number or measured by gamma; plain decoding costs 1. Of equals the
+    smaller gamma: it wastes less.
     """
-    options = [(1.0, 0)] + [(predicted_speedup(expected_tokens(alpha, g), g, c, v), -g) for g in range(1, most + 1)]
+    cost = (lambda g: v[g]) if isinstance(v, Mapping) else (lambda g: v)
+    options = [(1.0, 0)] + [(predicted_speedup(expected_tokens(alpha, g), g, c, cost(g)), -g) for g in range(1, most + 1)]
     speed, negative = max(options)
     return -negative, speed

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["model", "lookup", "none"]
-Finish = Literal["eos", "length", "context"]
+Kind = Literal["model", "lookup", "bigram", "none"]
+Finish = Literal["eos", "stop", "length", "context"]
 
 
 @dataclass(slots=True)
@@ -25,6 +25,8 @@ class Round:
     accepted: int
     emitted: int
     """accepted, plus 1 unless the text ended inside the accepted tokens."""
+    cut: int = 0
+    """Tokens that passed, or that the target added, behind the end of the text: dropped, and counted nowhere else."""
     draft_steps: int = 0
     """Draft forwards run, the wasted ones included."""
     draft_s: float = 0.0
@@ -49,6 +51,8 @@ class Trace:
     prefill_s: float = 0.0
     drafting_stopped: int = 0
     """Rounds that ran without a draft because the draft's context was full."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """How it ran: backend asked for and used, graphs captured and replayed, drafter and its options, simulated acceptance."""
 
     @property
     def decode_s(self) -> float:
@@ -77,9 +81,10 @@ def metrics(traces: Iterable[Trace]) -> dict[str, Any]:
     """Counts summed over rows first, ratios after.
 
     Returns:
-        rows, rounds, proposed, accepted, bonus, emitted;
+        rows, rounds, proposed, accepted, bonus, emitted, cut; bonus = corrected + extra + plain: the target's own token after a
+        rejection, after a whole accepted block, and where nothing was proposed; emitted = accepted + bonus;
         token_acceptance = accepted / proposed;
-        tau = emitted / rounds; tau_without_bonus = accepted / rounds;
+        tau = emitted / rounds; tau_without_bonus = accepted / rounds; block_efficiency = emitted / (proposed + rounds);
         acceptance_at[i-1]: n(accepted >= i) / n(proposed >= i and accepted >= i-1), conditional;
         acceptance_at_unconditional[i-1]: n(accepted >= i) / n(proposed >= i);
         decode_s, prefill_s, draft_s, verify_s, sample_s, host_s; draft_steps;
@@ -88,7 +93,7 @@ def metrics(traces: Iterable[Trace]) -> dict[str, Any]:
     traces = list(traces)
     rounds = [r for t in traces for r in t.rounds]
     total = {name: sum(getattr(r, name) for r in rounds)
-             for name in ("proposed", "accepted", "emitted", "draft_steps", "draft_s", "verify_s", "sample_s", "host_s")}  # fmt: skip
+             for name in ("proposed", "accepted", "emitted", "cut", "draft_steps", "draft_s", "verify_s", "sample_s", "host_s")}  # fmt: skip
     depth = max((r.proposed for r in rounds), default=0)
     reached = lambda i: sum(r.accepted >= i for r in rounds)  # noqa: E731
     conditional = [ratio(reached(i), sum(r.proposed >= i and r.accepted >= i - 1 for r in rounds)) for i in range(1, depth + 1)]
@@ -97,9 +102,13 @@ def metrics(traces: Iterable[Trace]) -> dict[str, Any]:
     return {
         "rows": len(traces), "rounds": len(rounds), **total,
         "bonus": total["emitted"] - total["accepted"],
+        "corrected": sum(r.emitted > r.accepted and r.accepted < r.proposed for r in rounds),
+        "extra": sum(r.emitted > r.accepted and r.accepted == r.proposed > 0 for r in rounds),
+        "plain": sum(r.emitted > r.accepted and r.proposed == 0 for r in rounds),
         "token_acceptance": ratio(total["accepted"], total["proposed"]),
         "tau": ratio(total["emitted"], len(rounds)),
         "tau_without_bonus": ratio(total["accepted"], len(rounds)),
+        "block_efficiency": ratio(total["emitted"], total["proposed"] + len(rounds)),
         "acceptance_at": conditional, "acceptance_at_unconditional": unconditional,
         "decode_s": decode_s, "prefill_s": sum(t.prefill_s for t in traces),
         "draft_step_s": ratio(total["draft_s"], total["draft_steps"]),
@@ -117,4 +126,5 @@ def check(traces: Sequence[Trace]) -> None:
             assert 0 <= r.accepted <= r.proposed, "accepted more than proposed"
             assert r.emitted - r.accepted in (0, 1), "a round adds at most one token of its own"
             assert r.emitted >= 1, "a round emits at least one token"
+            assert r.cut == 0 or n == len(t.rounds) - 1, "only the last round can drop tokens"
             assert r.emitted > r.accepted or n == len(t.rounds) - 1, "only the last round can end inside accepted tokens"

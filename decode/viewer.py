@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,52 +11,97 @@ from draftstill.errors import DraftstillError
 
 STYLE = {"accepted": ("32", ""), "corrected": ("31", "~"), "bonus": ("36", "+"), "plain": ("", "")}
 """Kind of token: terminal colour, and the mark set before it, so that colour is not needed."""
+_MOST_ADAPTIVE = 8
+"""Largest gamma that --adaptive measures costs for."""
 
 
-def show(target: str, draft: str | None, prompt: str, *, gamma: int = 4, temperature: float = 0.0, max_new_tokens: int = 128, seed: int = 0,
-         json_path: Path | None = None, sha256: str | None = None) -> Trace:  # fmt: skip
-    """Continue a prompt, printing tokens as they come and the metrics at the end.
+def show(target: str, draft: str | None, prompts: str | Sequence[str], *, gamma: int = 4, max_new_tokens: int = 128, seed: int = 0, lookup: bool = False,
+         adaptive: bool = False, min_confidence: float = 0.0, backend: Any = "auto", chat: bool = False, stop: Sequence[str] = (),
+         json_path: Path | None = None, sha256: str | None = None, **sampling: Any) -> list[Trace]:  # fmt: skip
+    """Continue prompts one after the other, printing tokens as they come and the metrics at the end of each.
 
     Args:
-        target, draft: model sources as in a recipe; without a draft, plain decoding.
-        json_path: where to write the trace.
+        target, draft: model sources as in a recipe; without a draft and without ``lookup``, plain decoding.
+        lookup: prompt lookup where the text repeats itself, the draft (if any) elsewhere.
+        adaptive: gamma chosen row by row from measured costs and accepted counts; ``gamma`` is then not used.
+        chat: wrap each prompt as a user turn of the target's chat template.
+        json_path: where to write the traces.
         sha256: expected hash when the target is a wheel or a GGUF file.
+        sampling: fields of ``Sampling``; temperature 0 unless given.
     """
-    from draftstill.decode.drafters import ModelDrafter
     from draftstill.decode.engine import Decoder, Request
-    from draftstill.decode.loading import load_target
-    from draftstill.decode.network import Network
+    from draftstill.decode.pairs import open_pair
     from draftstill.decode.sampling import Sampling
+    from draftstill.decode.shapes import is_random
     from draftstill.progress import is_live, say
-    from draftstill.recipe import Corpus, Draft, Recipe, Target
     from draftstill.runfolder import write_json
-    from draftstill.sources import load_model, load_tokenizer, resolve_model
-    from draftstill.stages import resolved_device, resolved_dtype
-    from draftstill.vocabulary import check_vocabulary
 
-    recipe = Recipe(run_dir=".", target=Target(source=target, sha256=sha256), corpus=Corpus(source="."))
-    loaded = load_target(recipe)
-    drafter = None
-    if draft is not None and gamma > 0:
-        source = resolve_model(Draft(source=draft), "--draft")
-        model = load_model(source, resolved_dtype(recipe), resolved_device(recipe))
-        check_vocabulary(loaded.tokenizer, load_tokenizer(source), loaded.config.vocab_size, model.config.vocab_size, "--draft")
-        drafter = ModelDrafter(Network(model, vocab=loaded.vocab, key="--draft"), gamma)
-    ids = loaded.tokenizer(prompt)["input_ids"]
-    if not ids:
-        raise DraftstillError("the prompt has no tokens", mend="give a text to continue")
-    decoder = Decoder(loaded.network, drafter, gamma=gamma, sampling=Sampling(temperature), eos=loaded.eos)
-    writer = _Writer(loaded.tokenizer, is_live())
-    (trace,) = decoder.run([Request(ids, max_new_tokens, seed)], on_tokens=writer)
-    writer.flush()
-    say("\n")
-    say(summary(trace))
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    law = Sampling(**{"temperature": 0.0, **sampling})
+    if is_random(target):
+        raise DraftstillError("random weights have nothing to say", key="--target", value=target, mend="add --simulate-acceptance 0.8")
+    pair = open_pair(target, draft if gamma > 0 or adaptive else None, sha256=sha256)
+    texts = [_ids(pair.tokenizer, p, chat) for p in prompts]
+    drafter = _drafter(pair, gamma, lookup, adaptive, min_confidence, max(map(len, texts)))
+    decoder = Decoder(
+        pair.target,
+        drafter,
+        sampling=law,
+        eos=pair.eos,
+        backend=backend,
+        detokenize=lambda ids: pair.tokenizer.decode(ids, skip_special_tokens=False),
+    )
+    traces = []
+    for number, ids in enumerate(texts):
+        if len(texts) > 1:
+            say(f"--- prompt {number + 1} of {len(texts)}")
+        writer = _Writer(pair.tokenizer, is_live())
+        traces += decoder.run([Request(ids, max_new_tokens, seed + number, stop=stop)], on_tokens=writer)
+        writer.flush()
+        say("\n")
+        say(summary(traces[-1]))
     if drafter is not None:
         say("marks: accepted as is, ~ corrected by the target, + bonus token after a whole accepted block")
+    if traces[0].engine.get("fallback"):
+        say(f"ran eagerly: {traces[0].engine['fallback']}")
     if json_path is not None:
-        write_json(json_path, {"prompt": prompt, "prompt_ids": ids, "trace": trace.to_json(), "metrics": metrics([trace])})
+        stored = [{"prompt": p, "prompt_ids": ids, "text": pair.tokenizer.decode(t.tokens), "trace": t.to_json(), "metrics": metrics([t])}
+                  for p, ids, t in zip(prompts, texts, traces, strict=True)]  # fmt: skip
+        write_json(json_path, stored[0] if len(stored) == 1 else stored)
         say(f"trace in {json_path}")
-    return trace
+    return traces
+
+
+def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise DraftstillError("the target's tokenizer has no chat template", key="--chat", mend="leave --chat out")
+    if chat:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise DraftstillError("the prompt has no tokens", mend="give a text to continue")
+    return list(ids)
+
+
+def _drafter(pair: Any, gamma: int, lookup: bool, adaptive: bool, min_confidence: float, context: int) -> Any:
+    from draftstill.decode.adaptive import AdaptiveGamma
+    from draftstill.decode.costs import measure_costs
+    from draftstill.decode.drafters import CompositeDrafter, ModelDrafter
+    from draftstill.decode.guesses import LookupDrafter
+
+    guesser = LookupDrafter(max(gamma, 1), pair.target.vocab, pair.target.device) if lookup else None
+    if pair.draft is None:
+        if adaptive or min_confidence:
+            raise DraftstillError("there is no draft whose gamma could be chosen", key="--draft", mend="name a draft model")
+        return guesser
+    policy = None
+    if adaptive:
+        costs = measure_costs(pair.target, {"draft": pair.draft}, context, _MOST_ADAPTIVE)
+        policy = AdaptiveGamma(costs.c("draft"), costs.v_by_gamma(), _MOST_ADAPTIVE)
+    model = ModelDrafter(pair.draft, gamma, policy=policy, min_confidence=min_confidence)
+    return model if guesser is None else CompositeDrafter(guesser, model)
 
 
 def summary(trace: Trace) -> str:

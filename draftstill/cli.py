@@ -10,6 +10,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,16 @@ MAKERS: dict[str, tuple[str, str]] = {
     "published": ("evaluate", "publish"),
 }
 """Stage: where the function lives that makes it, going on where an earlier attempt stopped. Imported when its turn comes."""
+
+
+class Backends(StrEnum):
+    """How the decoder's rounds run."""
+
+    auto = "auto"
+    eager = "eager"
+    graphs = "graphs"
+    compile = "compile"
+
 
 app = typer.Typer(
     name="draftstill",
@@ -192,24 +203,56 @@ def run(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = F
 
 @app.command()
 def decode(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False)],
     target: Annotated[str, typer.Option(help="Model source: Hub id, folder, .gguf file or pinned wheel.", show_default=False)],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False)] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model; without one, plain decoding.", show_default=False)] = None,
     gamma: Annotated[int, typer.Option(min=0, max=64, help="Tokens proposed per round.")] = 4,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Choose gamma by measured costs and acceptance.")] = False,
+    min_confidence: Annotated[float, typer.Option(min=0.0, max=1.0, help="Stop a block where the draft is less sure.")] = 0.0,
+    lookup: Annotated[bool, typer.Option("--lookup", help="Prompt lookup first, the draft elsewhere.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="Keep the smallest set of this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep tokens this likely, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text get less likely.")] = 1.0,
+    no_repeat_ngram: Annotated[int, typer.Option(min=0, help="Never write the same n tokens twice (0: may).")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="No end of text before so many tokens.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; may be given again.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn, by the chat template.")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="With -: each line of standard input is a prompt.")] = False,
+    backend: Annotated[Backends, typer.Option(help="How rounds run; auto: graphs on CUDA, else eager.")] = Backends.auto,
+    simulate_acceptance: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, show_default=False, help="Time the pair at this acceptance instead; sources may be random:SHAPE."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Texts side by side (simulated acceptance only).")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the trace here.", show_default=False)] = None,
     sha256: Annotated[str | None, typer.Option(help="Expected SHA-256 of a wheel or .gguf target.", show_default=False)] = None,
 ) -> None:
-    """Watch accepted and corrected tokens arrive."""
+    """Watch accepted and corrected tokens arrive, or time a pair at a simulated acceptance."""
+    if simulate_acceptance is not None:
+        options: dict[str, Any] = {
+            "gamma": gamma,
+            "rows": rows,
+            "new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "backend": backend.value,
+        }
+        _face("decode", "simulate")(target, draft, simulate_acceptance, sha256=sha256, json_path=json_path, **options)
+        return
+    if prompt is None:
+        raise DraftstillError("there is no prompt", mend="give a text to continue, or - to read it from standard input")
     text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
+    prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+    if not any(prompts):
         raise DraftstillError("the prompt is empty", mend="give a text to continue")
-    options: dict[str, Any] = {"gamma": gamma, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    if sha256:  # only a wheel or a file has one
-        options["sha256"] = sha256
-    _face("decode", "show")(target, draft, text, json_path=json_path, **options)
+    _face("decode", "show")(
+        target, draft, prompts, gamma=gamma, max_new_tokens=max_new_tokens, seed=seed, lookup=lookup, adaptive=adaptive, min_confidence=min_confidence,
+        backend=backend.value, chat=chat, stop=stop or (), json_path=json_path, sha256=sha256, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, no_repeat_ngram=no_repeat_ngram, min_new_tokens=min_new_tokens,
+    )  # fmt: skip
 
 
 @app.command()

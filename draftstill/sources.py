@@ -248,16 +248,17 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_model(ms: ModelSource, dtype: str, device: str) -> Any:
-    """The causal language model in evaluation mode. ``dtype`` is torch's name for it, for example ``bfloat16``.
+    """The causal (or encoder-decoder) language model in evaluation mode. ``dtype`` is torch's name for it, for example ``bfloat16``.
 
     Raises:
         DraftstillError: no connection, no safetensors, remote code without trust, weights that do not fit the config.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     with _loading(ms):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForSeq2SeqLM if getattr(load_config(ms), "is_encoder_decoder", False) else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
             ms.path_or_id, revision=ms.revision, dtype=getattr(torch, dtype), use_safetensors=True,
             trust_remote_code=ms.trust_remote_code, output_loading_info=True,
         )  # fmt: skip

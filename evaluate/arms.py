@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftstill.decode import CompositeDrafter, Decoder, Loaded, LookupDrafter, ModelDrafter, Network, Sampling, load_target
+from draftstill.decode import CompositeDrafter, Decoder, Loaded, LookupDrafter, ModelDrafter, Network, Sampling, load_target, make_network
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, resolve_model
 from draftstill.stages import resolved_device, resolved_dtype
@@ -34,12 +34,11 @@ class Bench:
         if arm == PLAIN:
             return Decoder(network, sampling=sampling, eos=self.target.eos, rows=rows)
         if arm == "lookup":
-            return Decoder(network, lookup, gamma=settings.lookup_gamma, sampling=sampling, eos=self.target.eos, rows=rows)
+            return Decoder(network, lookup, sampling=sampling, eos=self.target.eos, rows=rows)
         model = ModelDrafter(self.drafts["tuned" if arm == "composite" else arm], settings.gamma)
         if arm == "composite":
-            gamma = max(settings.gamma, settings.lookup_gamma)
-            return Decoder(network, CompositeDrafter(lookup, model), gamma=gamma, sampling=sampling, eos=self.target.eos, rows=rows)
-        return Decoder(network, model, gamma=settings.gamma, sampling=sampling, eos=self.target.eos, rows=rows)
+            return Decoder(network, CompositeDrafter(lookup, model), sampling=sampling, eos=self.target.eos, rows=rows)
+        return Decoder(network, model, sampling=sampling, eos=self.target.eos, rows=rows)
 
     def gamma(self, arm: str) -> int:
         """Most tokens the arm proposes in a round."""
@@ -56,12 +55,12 @@ def open_bench(recipe: Recipe, draft: Any, *, dtype: str | None = None) -> Bench
     drafts = {}
     if "untuned" in recipe.evaluate.candidates:
         model = build_draft(recipe).model.to(device=device, dtype=getattr(torch, dtype))
-        drafts["untuned"] = Network(model, vocab=target.vocab, head_ids=kept, key="draft.source")
+        drafts["untuned"] = make_network(model, vocab=target.vocab, head_ids=kept, key="draft.source")
     if {"tuned", "composite"} & set(recipe.evaluate.candidates):
         source = resolve_model(
             recipe.draft.model_copy(update={"source": str(draft / "model"), "sha256": None, "file": None}), "draft.source"
         )
-        drafts["tuned"] = Network(load_model(source, dtype, device), vocab=target.vocab, head_ids=kept, key="draft.source")
+        drafts["tuned"] = make_network(load_model(source, dtype, device), vocab=target.vocab, head_ids=kept, key="draft.source")
     return Bench(recipe, target, drafts)
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from draftstill.corpus import prepare_corpus, read_documents
-from draftstill.decode import Request, Sampling
+from draftstill.decode import Costs, Request, Sampling, measure_costs
 from draftstill.decode.theory import break_even, ceiling
 from draftstill.decode.trace import Round, Trace, check, metrics
 from draftstill.distill import Prompt, cut_prompts, seed_of
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench, teacher_forced_alpha
 from draftstill.evaluate.audit import audit
-from draftstill.evaluate.costs import Costs, measure_costs
 from draftstill.evaluate.report import write_reports
 from draftstill.evaluate.stats import Interval, paired_ratio, pooled_ratio
 from draftstill.machine import LoadWatch, cores, describe_machine
@@ -80,8 +79,9 @@ def _audit(recipe: Recipe, draft: Path, prompts: Sequence[Prompt], work: Path) -
 def _costs(bench: Bench, prompts: Sequence[Prompt], work: Path) -> Costs:
     path = work / "costs.json"
     if not path.exists():
-        # half-way through the texts
-        write_json(path, measure_costs(bench, len(prompts[0].ids) + bench.recipe.evaluate.max_new_tokens // 2).to_json())
+        half_way = len(prompts[0].ids) + bench.recipe.evaluate.max_new_tokens // 2
+        gamma = max(bench.gamma(arm) for arm in bench.recipe.evaluate.candidates)
+        write_json(path, measure_costs(bench.target.network, bench.drafts, half_way, gamma).to_json())
     return Costs(**read_json(path))
 
 

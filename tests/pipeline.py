@@ -202,7 +202,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def process(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """``draftstill ARGUMENTS`` in a process of its own."""
-    code = "from draftstill.cli import main; main()"
+    # A suite started in the background by a shell inherits an ignored SIGINT; Ctrl-C is tested all the same.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from draftstill.cli import main; main()"
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment(), stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, **options)  # fmt: skip
 

@@ -33,6 +33,17 @@ class Draft:
     """The target's commit, for a Hub id."""
 
 
+_TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")
+"""Models that can be distilled and pruned: logits are head @ hidden and nothing else, and layers lie where ``prune_depth`` cuts."""
+
+
+def _refuse_untrainable(config: Any, key: str = "target.source") -> None:
+    refuse_unsupported(config, key)
+    if config.model_type not in _TRAINABLE:
+        raise DraftstillError(f"models of type {config.model_type!r} can be decoded, but not distilled yet", key=key,
+                              mend=f"supported here: {', '.join(_TRAINABLE)}")  # fmt: skip
+
+
 def preflight(recipe: Recipe) -> None:
     """Check, from configs and tokenizers alone, what would stop the training: before hours of responding and recording.
 
@@ -41,14 +52,14 @@ def preflight(recipe: Recipe) -> None:
     """
     source = resolve_model(recipe.target, "target.source")
     config, tokenizer = load_config(source), load_tokenizer(source)
-    refuse_unsupported(config)
+    _refuse_untrainable(config)
     if recipe.draft.source == "prune":
         _check_layers(config.num_hidden_layers, recipe.draft.layers)
         vocab = check_vocabulary(tokenizer, tokenizer, config.vocab_size, config.vocab_size, "draft.source").real_size
     else:
         own = resolve_model(recipe.draft, "draft.source")
         own_config = load_config(own)
-        refuse_unsupported(own_config, "draft.source")
+        _refuse_untrainable(own_config, "draft.source")
         vocab = check_vocabulary(tokenizer, load_tokenizer(own), config.vocab_size, own_config.vocab_size, "draft.source").real_size
     check_head_tokens(recipe, vocab)
 
@@ -80,7 +91,7 @@ def build_draft(recipe: Recipe) -> Draft:
     source = resolve_model(recipe.target, "target.source")
     tokenizer = load_tokenizer(source)
     target = load_model(source, resolved_dtype(recipe), "cpu")
-    refuse_unsupported(target.config)
+    _refuse_untrainable(target.config)
     target_size, revision = target.config.vocab_size, revision_of(target, source)
     if recipe.draft.source == "prune":
         vocab = check_vocabulary(tokenizer, tokenizer, target_size, target_size, "draft.source").real_size
@@ -89,7 +100,7 @@ def build_draft(recipe: Recipe) -> Draft:
         return Draft(prune_depth(target, recipe.draft.layers).float(), tokenizer, head, vocab, f"{source.name} layers {layers}", revision)
     own = resolve_model(recipe.draft, "draft.source")
     model = load_model(own, "float32", "cpu")
-    refuse_unsupported(model.config, "draft.source")
+    _refuse_untrainable(model.config, "draft.source")
     vocab = check_vocabulary(tokenizer, load_tokenizer(own), target_size, model.config.vocab_size, "draft.source").real_size
     return Draft(model, tokenizer, target.lm_head.weight.detach()[:vocab].clone(), vocab, own.name, revision)
 

@@ -7,20 +7,53 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from draftstill.decode import Network
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+_WINDOW = {"sliding_window": 8}
+_LATE_WINDOW = {"use_sliding_window": True, "max_window_layers": 1, **_WINDOW}
+_CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 16, **_WINDOW}
+_OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32}
+FAMILIES = {
+    "llama": (LlamaConfig, {}), "mistral": (MistralConfig, {"sliding_window": None}), "qwen2": (Qwen2Config, {}), "qwen3": (Qwen3Config, {}),
+    "llama_biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "mistral_window": (MistralConfig, _WINDOW), "qwen2_window": (Qwen2Config, _LATE_WINDOW), "qwen3_window": (Qwen3Config, _LATE_WINDOW),
+    "gemma": (GemmaConfig, {}), "gemma2": (Gemma2Config, _CAPS),
+    "gemma3": (Gemma3TextConfig, {**_WINDOW, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}),
+    "gpt2": (GPT2Config, {}), "gpt2_scaled": (GPT2Config, {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "gpt_neox": (GPTNeoXConfig, {"rotary_pct": 0.5}), "gpt_neox_sequential": (GPTNeoXConfig, {"use_parallel_residual": False, "attention_bias": False}),
+    "opt": (OPTConfig, _OPT), "opt_after": (OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt_bare": (OPTConfig, {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "phi": (PhiConfig, {}), "phi_norms": (PhiConfig, {"qk_layernorm": True, "partial_rotary_factor": 0.25}),
+}  # fmt: skip
+"""Tiny models of every family and of its switches; a window of 8 where there is one."""
 
 
 @functools.cache
 def _model(kind: str, vocab: int, seed: int, layers: int, positions: int, sharp: float):
     torch.manual_seed(seed)
-    extra = {"sliding_window": None} if kind == "mistral" else {}
-    config = CONFIGS[kind](
-        vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=positions, head_dim=8, tie_word_embeddings=False, bos_token_id=0, eos_token_id=None, pad_token_id=0, **extra,
+    maker, extra = FAMILIES[kind]
+    if maker not in (GPT2Config, OPTConfig):
+        extra = {"intermediate_size": 64, **extra}
+    if maker not in (GPT2Config, OPTConfig, GPTNeoXConfig, PhiConfig):
+        extra = {"num_key_value_heads": 2, "head_dim": 8, **extra}
+    config = maker(
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=positions,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None, pad_token_id=0, **extra,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

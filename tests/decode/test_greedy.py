@@ -177,15 +177,25 @@ def test_bad_prompts_are_refused(target):
 
 
 def test_refuses_models_it_would_run_wrongly():
-    from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
+    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MixtralConfig
 
     from draftstill.errors import DraftstillError
 
-    for config in (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16),
-                   MistralConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                 num_key_value_heads=2, sliding_window=8)):  # fmt: skip
-        with pytest.raises(DraftstillError, match=config.model_type):
-            Network(AutoModelForCausalLM.from_config(config))
+    small = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    for config in (MambaConfig(state_size=4, **small), BloomConfig(n_layer=1, n_head=2, **small),
+                   MixtralConfig(intermediate_size=8, num_key_value_heads=2, num_local_experts=2, **small)):  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+        for key in ("target.source", "draft.source"):
+            with pytest.raises(DraftstillError, match=f"{key}: models of type {config.model_type!r}"):
+                Network(model, key=key)
 
 
 def test_a_cast_model_keeps_its_rotary_angles():

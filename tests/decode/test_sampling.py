@@ -161,13 +161,16 @@ def test_q_is_the_law_that_was_sampled():
     """The reported q of a top-k sampled draft lives on the k ids only, sums to 1, and holds the value at the token."""
     target = make_model()
     small = ModelDrafter(Network(noised(target, 0.3)), 4)
-    from draftstill.decode.drafters import Row
+    from draftstill.decode.drafters import Batch, Row
+    from draftstill.decode.sampling import Law
 
     small.reserve(1, 64)
     row = Row([1, 2, 3, 4], torch.Generator().manual_seed(0))
+    law = Law.of([Sampling(0.7, top_k=4)], vocab=96, device="cpu")
     with torch.inference_mode():
         small.start(0, [row])
-        proposal, _, steps = small.propose([row], [4], Sampling(0.7, top_k=4))
-    assert steps == 4 and ((proposal.q_BGK > 0).sum(-1) == 4).all()
+        offer = small.propose(Batch([row], [4], lambda _: law, uniforms(row.generator, 4)[None]))
+    proposal = offer.proposal
+    assert offer.steps == 4 and ((proposal.q_BGK > 0).sum(-1) == 4).all()
     assert torch.allclose(proposal.q_BGK.sum(-1), torch.ones(1, 4))
     assert torch.equal(proposal.q_BGK.gather(2, proposal.tokens_BG[..., None]).squeeze(2), proposal.q_drawn_BG)

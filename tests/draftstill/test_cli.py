@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -205,10 +206,31 @@ def test_decode_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         seen.update(target=target, draft=draft, prompt=prompt, **options)
 
     monkeypatch.setattr(cli, "_face", lambda *_: show)
-    assert call(monkeypatch, "decode", "--target", "t", "--draft", "d", "--gamma", "2", "--json", tmp_path / "x.json", "hello") == 0
-    assert seen == {"target": "t", "draft": "d", "prompt": "hello", "gamma": 2, "temperature": 0.0, "max_new_tokens": 128, "seed": 0,
-                    "json_path": tmp_path / "x.json"}  # fmt: skip
-    assert call(monkeypatch, "decode", "--target", "t", "") == 1
+    options = [
+        "--gamma",
+        "2",
+        "--top-p",
+        "0.9",
+        "--repetition-penalty",
+        "1.2",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--lookup",
+        "--adaptive",
+        "--chat",
+    ]
+    assert call(monkeypatch, "decode", "--target", "t", "--draft", "d", *options, "--json", tmp_path / "x.json", "hello") == 0
+    assert seen == {
+        "target": "t", "draft": "d", "prompt": ["hello"], "gamma": 2, "temperature": 0.0, "max_new_tokens": 128, "seed": 0, "json_path": tmp_path / "x.json",
+        "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.2, "no_repeat_ngram": 0, "min_new_tokens": 0, "stop": ["a", "b"], "lookup": True,
+        "adaptive": True, "chat": True, "min_confidence": 0.0, "backend": "auto", "sha256": None,
+    }  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    assert call(monkeypatch, "decode", "--target", "t", "--lines", "-") == 0 and seen["prompt"] == ["one", "two"]
+    for missing in (["--target", "t", ""], ["--target", "t"]):
+        assert call(monkeypatch, "decode", *missing) == 1
 
 
 def test_environment_defaults_leave_the_users_values(monkeypatch: pytest.MonkeyPatch) -> None:

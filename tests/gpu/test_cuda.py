@@ -12,10 +12,48 @@ from tests.decode.conftest import make_model, noised
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def decoder(device: str, sampling: Sampling) -> Decoder:
+def decoder(device: str, sampling: Sampling, kind: str = "composite", backend: str = "auto", rows: int = 2) -> Decoder:
     target, draft = make_model().to(device), noised(make_model(), 0.3).to(device)
-    drafter = CompositeDrafter(LookupDrafter(4, 96, torch.device(device)), ModelDrafter(Network(draft), 3))
-    return Decoder(Network(target), drafter, gamma=4, sampling=sampling, rows=2)
+    model, lookup = ModelDrafter(Network(draft), 3), LookupDrafter(4, 96, torch.device(device))
+    drafter = {"composite": CompositeDrafter(lookup, model), "model": model, "lookup": lookup, "plain": None}[kind]
+    return Decoder(Network(target), drafter, sampling=sampling, rows=rows, backend=backend)
+
+
+LAWS = [Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(0.8, repetition_penalty=1.3, no_repeat_ngram=3)]
+
+
+@pytest.mark.parametrize("sampling", LAWS, ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("kind", ["plain", "model", "lookup", "composite"])
+@pytest.mark.parametrize("backend", ["graphs", "compile"])
+def test_captured_rounds_equal_eager_ones(backend, kind, sampling):
+    """Prompts of changing lengths, more requests than rows, and a second call: the same texts, and graphs were really replayed."""
+    requests = [Request([5 + s % 3, 6, 7] * n, 3 if s % 2 else 24, seed=s) for s, n in enumerate([2, 6, 20, 2, 1])]
+    captured, eager = (decoder("cuda", sampling, kind, b, rows=3) for b in (backend, "eager"))
+    for _ in range(2):
+        first, second = captured.run(requests), eager.run(requests)
+        assert [t.tokens for t in first] == [t.tokens for t in second]
+        assert [[(r.proposed, r.accepted) for r in t.rounds] for t in first] == [
+            [(r.proposed, r.accepted) for r in t.rounds] for t in second
+        ]
+    engine = first[0].engine
+    assert engine["graphs_captured"] > 0 and engine["graphs_replayed"] > engine["graphs_captured"] and "fallback" not in engine
+
+
+def test_a_later_replay_leaves_earlier_results_alone():
+    made = decoder("cuda", Sampling(0.0), "model", "graphs")
+    (first,) = made.run([Request([1, 2, 3], 20)])
+    kept = list(first.tokens)
+    made.run([Request([9, 8, 7, 6], 20)])
+    assert first.tokens == kept == made.run([Request([1, 2, 3], 20)])[0].tokens
+
+
+def test_memory_does_not_grow():
+    made = decoder("cuda", Sampling(0.7), "model", "graphs")
+    sizes = []
+    for call in range(40):
+        made.run([Request([3] * (1 + call % 17), 5, seed=call)])
+        sizes.append(torch.cuda.memory_allocated())
+    assert sizes[-1] <= sizes[20]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8, top_p=0.9)])

@@ -1,0 +1,90 @@
+"""What a draft step and a verify pass cost on this machine, measured apart from any decoding, so that a prediction can be wrong."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from draftstill.decode.network import Network
+from draftstill.decode.static import Program
+
+_REPEATS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Median seconds of one forward with logits behind ``context`` cached tokens, ``rows`` rows at once."""
+
+    context: int
+    repeats: int
+    verify_s: dict[str, float]
+    """By number of tokens; "1" is a plain step."""
+    draft_s: dict[str, float]
+    """One step of each draft."""
+    rows: int = 1
+    graphs: bool = False
+    """Timed as captured graphs are replayed, else eagerly."""
+
+    def c(self, draft: str) -> float:
+        """Draft step over plain target step."""
+        return self.draft_s[draft] / self.verify_s["1"]
+
+    def v(self, tokens: int) -> float:
+        """Verifying so many tokens over a plain target step."""
+        return self.verify_s[str(tokens)] / self.verify_s["1"]
+
+    def v_by_gamma(self) -> dict[int, float]:
+        """v by gamma, one token more being verified; what ``AdaptiveGamma`` and ``theory.best_gamma`` take."""
+        return {int(tokens) - 1: self.v(int(tokens)) for tokens in self.verify_s}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def measure_costs(target: Network, drafts: Mapping[str, Network], context: int, gamma: int, *, rows: int = 1, repeats: int = _REPEATS,
+                  graphs: bool = False) -> Costs:  # fmt: skip
+    """Time plain steps, verify passes of up to ``gamma`` + 1 tokens and draft steps in turns, so that a disturbance meets all of them.
+
+    ``graphs``: as CUDA graphs, for a decoder that runs so; an eager step of a small model is mostly launches.
+    """
+    graphs = graphs and target.device.type == "cuda"
+    tasks: dict[tuple[str, str], Callable[[], object]] = {
+        ("verify", str(w)): _step(target, context, w, rows, graphs) for w in range(1, gamma + 2)
+    }
+    tasks |= {("draft", name): _step(network, context, 1, rows, graphs) for name, network in drafts.items()}
+    taken: dict[tuple[str, str], list[float]] = {key: [] for key in tasks}
+    sync = torch.cuda.synchronize if target.device.type == "cuda" else (lambda: None)
+    for repeat in range(repeats + 2):
+        for key, task in tasks.items():
+            started = time.perf_counter()
+            task()
+            sync()
+            if repeat >= 2:  # the first rounds warm caches up
+                taken[key].append(time.perf_counter() - started)
+    median = {key: statistics.median(times) for key, times in taken.items()}
+    by_kind = lambda kind: {name: s for (k, name), s in median.items() if k == kind}  # noqa: E731
+    return Costs(context, repeats, by_kind("verify"), by_kind("draft"), rows, graphs)
+
+
+def _step(network: Network, context: int, tokens: int, rows: int, graphs: bool) -> Callable[[], object]:
+    cache = network.new_cache(rows, context + tokens)
+    ids = torch.arange(context + tokens, device=network.device).remainder(network.vocab).expand(rows, -1)
+    if context:
+        network.forward(ids[:, :context], cache, [0] * rows)
+    new = ids[:, context:].contiguous()
+    if not graphs:
+        return lambda: network.logits(network.forward(new, cache, [context] * rows))
+    starts = torch.full((rows,), context, device=network.device)
+
+    def body() -> None:
+        network.logits(network.forward(new, cache, starts))
+
+    program = Program(body, compiled=False, captured=True, keep=[])
+    program.prepare(None)
+    return program
