@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from draftstill.decode.adaptive import AdaptiveGamma, FixedGamma
     from draftstill.decode.costs import Costs, measure_costs
-    from draftstill.decode.drafters import CompositeDrafter, ModelDrafter
+    from draftstill.decode.drafters import CompositeDrafter, Drafter, ModelDrafter
     from draftstill.decode.encdec import make_network
     from draftstill.decode.engine import Decoder, Request
     from draftstill.decode.families import refuse_unsupported
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FACE = {
     "adaptive": ("AdaptiveGamma", "FixedGamma"),
     "costs": ("Costs", "measure_costs"),
-    "drafters": ("CompositeDrafter", "ModelDrafter"),
+    "drafters": ("CompositeDrafter", "Drafter", "ModelDrafter"),
     "encdec": ("make_network",),
     "engine": ("Decoder", "Request"),
     "families": ("refuse_unsupported",),

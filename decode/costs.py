@@ -27,8 +27,8 @@ class Costs:
     draft_s: dict[str, float]
     """One step of each draft."""
     rows: int = 1
-    graphs: bool = False
-    """Timed as captured graphs are replayed, else eagerly."""
+    backend: str = "eager"
+    """How the steps ran, as in ``Decoder``."""
 
     def c(self, draft: str) -> float:
         """Draft step over plain target step."""
@@ -48,16 +48,15 @@ class Costs:
 
 @torch.inference_mode()
 def measure_costs(target: Network, drafts: Mapping[str, Network], context: int, gamma: int, *, rows: int = 1, repeats: int = _REPEATS,
-                  graphs: bool = False) -> Costs:  # fmt: skip
+                  backend: str = "eager") -> Costs:  # fmt: skip
     """Time plain steps, verify passes of up to ``gamma`` + 1 tokens and draft steps in turns, so that a disturbance meets all of them.
 
-    ``graphs``: as CUDA graphs, for a decoder that runs so; an eager step of a small model is mostly launches.
+    ``backend``: that of the decoder they are meant for; an eager step of a small model on CUDA is mostly launches.
     """
-    graphs = graphs and target.device.type == "cuda"
     tasks: dict[tuple[str, str], Callable[[], object]] = {
-        ("verify", str(w)): _step(target, context, w, rows, graphs) for w in range(1, gamma + 2)
+        ("verify", str(w)): _step(target, context, w, rows, backend) for w in range(1, gamma + 2)
     }
-    tasks |= {("draft", name): _step(network, context, 1, rows, graphs) for name, network in drafts.items()}
+    tasks |= {("draft", name): _step(network, context, 1, rows, backend) for name, network in drafts.items()}
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in tasks}
     sync = torch.cuda.synchronize if target.device.type == "cuda" else (lambda: None)
     for repeat in range(repeats + 2):
@@ -69,22 +68,22 @@ def measure_costs(target: Network, drafts: Mapping[str, Network], context: int, 
                 taken[key].append(time.perf_counter() - started)
     median = {key: statistics.median(times) for key, times in taken.items()}
     by_kind = lambda kind: {name: s for (k, name), s in median.items() if k == kind}  # noqa: E731
-    return Costs(context, repeats, by_kind("verify"), by_kind("draft"), rows, graphs)
+    return Costs(context, repeats, by_kind("verify"), by_kind("draft"), rows, backend)
 
 
-def _step(network: Network, context: int, tokens: int, rows: int, graphs: bool) -> Callable[[], object]:
+def _step(network: Network, context: int, tokens: int, rows: int, backend: str) -> Callable[[], object]:
     cache = network.new_cache(rows, context + tokens)
     ids = torch.arange(context + tokens, device=network.device).remainder(network.vocab).expand(rows, -1)
     if context:
         network.forward(ids[:, :context], cache, [0] * rows)
     new = ids[:, context:].contiguous()
-    if not graphs:
+    if backend == "eager":
         return lambda: network.logits(network.forward(new, cache, [context] * rows))
     starts = torch.full((rows,), context, device=network.device)
 
     def body() -> None:
         network.logits(network.forward(new, cache, starts))
 
-    program = Program(body, compiled=False, captured=True, keep=[])
+    program = Program(body, compiled=backend == "compile", captured=network.device.type == "cuda", keep=[])
     program.prepare(None)
     return program

@@ -18,6 +18,7 @@ from draftstill.decode.adaptive import FixedGamma, GammaPolicy, Judged
 from draftstill.decode.network import Network, StaticCache, prefill
 from draftstill.decode.round import draft_block
 from draftstill.decode.sampling import Law, Sampling, Text
+from draftstill.decode.trace import Round
 
 if TYPE_CHECKING:
     from draftstill.decode.guesses import GuessDrafter
@@ -115,7 +116,8 @@ class ModelDrafter:
         self.network, self.policy = network, policy or FixedGamma(gamma)
         self.gamma, self.min_confidence = self.policy.most, min_confidence
         self.cache: StaticCache | None = None
-        self._steps = 0
+        self.steps = 0
+        """Forwards of the last block."""
 
     def reserve(self, rows: int, slots: int, source: int = 0) -> None:
         # Rows that ride along write padding past their end, so the cache is a little longer than any text.
@@ -134,10 +136,11 @@ class ModelDrafter:
         for row, text in zip(rows, texts, strict=True):
             row.draft_length = len(text)
 
-    def _feed(self, slot: int, row: Row, upto: int) -> None:
-        """Put tokens draft_length .. upto-1 into the cache."""
+    def catch_up(self, slot: int, row: Row, unread: int) -> None:
+        """If more than so many tokens are not in the cache yet, read all but the last."""
         assert self.cache is not None
-        if upto > row.draft_length:
+        upto = len(row.tokens) - 1
+        if upto + 1 - row.draft_length > unread:
             ids = torch.tensor([row.tokens[row.draft_length : upto]], device=self.network.device)
             self.network.forward(ids, self.cache.view(slot, 1), [row.draft_length])
             row.draft_length = upto
@@ -163,33 +166,33 @@ class ModelDrafter:
         assert self.cache is not None
         network, device, rows = self.network, self.network.device, batch.rows
         counts, asked = self.caps(rows, batch.limits)
-        steps, self._steps = max(counts), 0
+        steps, self.steps = max(counts), 0
         if steps == 0:
             return Offer(None, asked, 0)
         for slot, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if count and len(row.tokens) - row.draft_length > self._CATCH_UP:
-                self._feed(slot, row, len(row.tokens) - 1)
+            if count:
+                self.catch_up(slot, row, self._CATCH_UP)
         # A row that does not propose rides along on padding: what it writes lies past its draft_length, so it is garbage.
         pending = [r.tokens[r.draft_length :] if c else [0] for r, c in zip(rows, counts, strict=True)]
         width = max(map(len, pending))
         ids = torch.tensor([p + [0] * (width - len(p)) for p in pending], device=device)
         last = torch.tensor([len(p) - 1 for p in pending], device=device) if width > 1 else None
         ends = [r.draft_length + len(p) for r, p in zip(rows, pending, strict=True)]
-        proposal, self._steps = draft_block(
+        proposal, self.steps = draft_block(
             network, self.cache, ids, [r.draft_length for r in rows], last, ends, torch.tensor(counts, device=device), steps,
             batch.law(network.head_ids), batch.u_BG, batch.text, min_confidence=self.min_confidence, stop_early=True,
         )  # fmt: skip
         for row, count, end in zip(rows, counts, ends, strict=True):
             if count:
                 row.draft_length = end
-        return Offer(proposal if proposal.tokens_BG.shape[1] else None, asked, self._steps)
+        return Offer(proposal if proposal.tokens_BG.shape[1] else None, asked, self.steps)
 
     def commit(self, row: Row, asked: Asked, proposed: int, accepted: int) -> None:
         if asked in ("model", "idle"):
             self.policy.learn(row.history, proposed, accepted)
         # The forward for proposed token i put token i-1 into the cache; the last proposed token was never fed.
         if asked == "model":
-            row.draft_length += min(accepted, self._steps - 1)
+            row.draft_length += min(accepted, self.steps - 1)
 
     def describe(self) -> dict[str, object]:
         return {"drafter": "model", **self.policy.describe(), "min_confidence": self.min_confidence}
@@ -248,3 +251,19 @@ def merge(guess: Proposal, model: Proposal) -> Proposal:
 def has_room(cache: StaticCache | None, rows: int, slots: int, source: int) -> bool:
     """Whether a cache is large enough; ``source`` matters to encoder-decoders only."""
     return cache is not None and cache.rows >= rows and cache.slots >= slots and getattr(cache, "source", source) >= source
+
+
+def share_time(rounds: Sequence[Round], asked: Sequence[Asked], steps: int, seconds: Sequence[float]) -> None:
+    """Give each row its share of a round's time: drafting to those that asked the model (all, if none did), the rest evenly.
+
+    Args:
+        steps: draft forwards of the round, wasted ones included.
+        seconds: draft, verify, sample, host.
+    """
+    drafting = [a == "model" for a in asked]
+    if not any(drafting):
+        drafting = [True] * len(rounds)
+    draft_s, *rest = seconds
+    for r, mine in zip(rounds, drafting, strict=True):
+        r.verify_s, r.sample_s, r.host_s = (t / len(rounds) for t in rest)
+        r.draft_s, r.draft_steps = (draft_s / sum(drafting), steps) if mine else (0.0, 0)

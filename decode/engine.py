@@ -7,6 +7,7 @@ Shape suffixes: B active rows, G proposed tokens, G1 = G + 1, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal
-from draftstill.decode.drafters import PROPOSERS, Asked, Batch, Drafter, Offer, Row, has_room
+from draftstill.decode.drafters import PROPOSERS, Asked, Batch, Drafter, Offer, Row, has_room, share_time
 from draftstill.decode.network import Network, StaticCache, prefill
 from draftstill.decode.round import accept, verify
 from draftstill.decode.sampling import Law, Sampling, Text, uniforms
-from draftstill.decode.static import Backend, StaticRounds, fallback
+from draftstill.decode.static import Backend, StaticRounds, fallback, parts
 from draftstill.decode.stops import StopText
-from draftstill.decode.trace import Kind, Round, Trace
+from draftstill.decode.trace import Kind, Round, Trace, ratio
 from draftstill.errors import DraftstillError
 
 _SLOT_STEP = 256
@@ -83,6 +84,7 @@ class Decoder:
                  detokenize: Callable[[list[int]], str] | None = None) -> None:  # fmt: skip
         if simulate is not None and not 0.0 <= simulate <= 1.0:
             raise DraftstillError("a simulated acceptance lies between 0 and 1", value=simulate)
+        _check_vocabulary(target, drafter)
         self.target, self.drafter = target, drafter
         self.gamma = 0 if drafter is None else drafter.gamma if gamma is None else gamma
         self.sampling = sampling or Sampling(0.0)
@@ -104,9 +106,14 @@ class Decoder:
             or (self.asked_backend == "auto" and self.target.device.type != "cuda")
         )
 
+    @property
+    def backend(self) -> str:
+        """How rounds run, whatever was asked for."""
+        return "eager" if self.eager else "graphs" if self.asked_backend == "auto" else self.asked_backend
+
     def describe(self) -> dict[str, Any]:
         """How it runs, for the trace."""
-        found: dict[str, Any] = {"backend": "eager" if self.eager else "graphs" if self.asked_backend == "auto" else self.asked_backend}
+        found: dict[str, Any] = {"backend": self.backend}
         if self._fallback:
             found |= {"asked": self.asked_backend, "fallback": self._fallback}
         if self.drafter is not None:
@@ -156,7 +163,7 @@ class Decoder:
             self._static.run(waiting, self.commit, tell)
         traces = [t for t in done if t is not None]
         warm_s = 0.0 if self._static is None else self._static.warm_s - warm_s
-        self.accounted = sum(t.prefill_s + t.decode_s for t in traces) / (time.perf_counter() - started - warm_s)
+        self.accounted = ratio(sum(t.prefill_s + t.decode_s for t in traces), time.perf_counter() - started - warm_s)
         return traces
 
     def _check(self, n: int, request: Request) -> None:
@@ -191,13 +198,15 @@ class Decoder:
         source = max(len(i.row.source) for i in items)
         slots, source = (-(-n // _SLOT_STEP) * _SLOT_STEP for n in (positions + self.gamma + 1, source))
         if not has_room(self._cache, rows, slots, source):
+            if self._static is not None:
+                self._static.close()
             self._cache = self._static = None  # free the old one first
             self._cache = self.target.new_cache(rows, slots, source)
         if self.drafter is not None:
             self.drafter.reserve(rows, slots, source)
         if not self.eager:
             assert self._cache is not None
-            if self._static is None or not self._static.fits(self._cache, self.drafter):
+            if self._static is None or not self._static.fits(self._cache):
                 self._static = StaticRounds(self, self._cache)
 
     # -- eager rounds -------------------------------------------------------------------------------------------------------
@@ -273,11 +282,8 @@ class Decoder:
         news = [self.commit(a, offer.asked[b], found[b][3:], found[b][2] if proposal is not None else 0, found[b][0], found[b][1])
                 for b, a in enumerate(active)]  # fmt: skip
         self._tick(clock)
-        share = [(b - a) / len(active) for a, b in zip(clock, clock[1:], strict=False)]
-        for item in active:
-            last = item.trace.rounds[-1]
-            last.draft_s, last.verify_s, last.sample_s, last.host_s = share
-            last.draft_steps = offer.steps if last.kind == "model" else 0
+        taken = [b - a for a, b in itertools.pairwise(clock)]
+        share_time([a.trace.rounds[-1] for a in active], offer.asked, offer.steps, taken)
         return news
 
     def _tick(self, clock: list[float]) -> None:
@@ -352,3 +358,12 @@ class Decoder:
         if trace.finish is None and len(row.tokens) >= self.target.max_positions:
             trace.finish = "context"
         return new
+
+
+def _check_vocabulary(target: Network, drafter: Drafter | None) -> None:
+    """No drafter may propose an id that the target does not have, nor a law over other ids."""
+    guesser, model = parts(drafter) or (None, None)
+    for what, vocab in (("draft", None if model is None else model.network.vocab), ("guesser", None if guesser is None else guesser.vocab)):
+        if vocab is not None and vocab != target.vocab:
+            raise DraftstillError(f"the {what}'s vocabulary has {vocab:,} ids, the target's {target.vocab:,}",
+                                  mend="give both the number of real ids they share (vocab=)")  # fmt: skip

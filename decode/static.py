@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal
 from draftstill.decode.adaptive import FixedGamma
-from draftstill.decode.drafters import Asked, CompositeDrafter, Drafter, ModelDrafter
+from draftstill.decode.drafters import Asked, CompositeDrafter, Drafter, ModelDrafter, share_time
 from draftstill.decode.guesses import GuessDrafter
 from draftstill.decode.network import Network, StaticCache
 from draftstill.decode.round import accept, draft_block, verify
@@ -36,6 +37,8 @@ COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
 """Options of torch.compile; fullgraph fails where anything depends on a value."""
 _WINDOWS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Cache lengths that programs are made for: a program reads the whole of its window behind a mask."""
+_MOST_LAWS = 8
+"""Kinds of law that programs are kept for."""
 _WARM_UPS = 3
 """Runs before a capture, on a side stream: libraries allocate their workspaces then."""
 
@@ -90,7 +93,7 @@ class Program:
         self.compiled, self.captured, self.keep = compiled, captured, keep
         self.graph: Any = None
         self.ready = not (compiled or captured)
-        self.replays = 0
+        self.runs = 0
 
     def prepare(self, pool: Any) -> None:
         """Compile and capture now, leaving the state (``keep``) as it was."""
@@ -116,7 +119,7 @@ class Program:
             t.copy_(s)
 
     def __call__(self) -> None:
-        self.replays += 1
+        self.runs += 1
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -131,13 +134,16 @@ class StaticRounds:
         assert found is not None
         self.decoder, self.cache = decoder, cache
         self.guesser, self.model = found
-        self.draft_cache = None if self.model is None else self.model.cache
+        # Weak: an outgrown cache is freed before its successor is made.
+        self._draft_cache = None if self.model is None or self.model.cache is None else weakref.ref(self.model.cache)
         device = self.device = decoder.target.device
         R, G = cache.rows, decoder.gamma
         kept = None if self.model is None else self.model.network.head_ids
         whole = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=device)  # noqa: E731
         self.text = Text(whole(R, cache.slots + G + 1), whole(R) + 1, whole(R))
-        self.limit_R, self.cap_R = whole(R), whole(R) + G
+        self.gamma = 0 if self.model is None else min(G, self.model.gamma)
+        """Most tokens drafted by the model; guesses may be longer."""
+        self.limit_R, self.cap_R = whole(R), whole(R) + self.gamma
         self.u_RN = torch.zeros(R, 2 * G + 1, dtype=torch.float64, device=device)
         self.guess_RG, self.guesses_R = whole(R, G), whole(R)
         self.proposal = Proposal(whole(R, G), whole(R), ids_K=kept)
@@ -150,20 +156,24 @@ class StaticRounds:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._staged = [self._pinned(R, 3 + G) for _ in range(2)], [self._pinned(R, 2 * G + 1, dtype=torch.float64) for _ in range(2)]
         self._turn = 0
-        self.warm_s = 0.0
+        self.warm_s = self._warm_before = 0.0
         """Seconds of compiling and capturing, in no round's time."""
 
-    def fits(self, cache: StaticCache, drafter: Drafter | None) -> bool:
+    def fits(self, cache: StaticCache) -> bool:
         """Whether the buffers of the programs are still those of the caches."""
-        return cache is self.cache and (self.model is None or self.model.cache is self.draft_cache)
+        return cache is self.cache and (self._draft_cache is None or (self.model is not None and self.model.cache is self._draft_cache()))
+
+    def close(self) -> None:
+        """Let programs go: they hold the caches."""
+        self.programs.clear()
 
     def counts(self) -> dict[str, Any]:
-        """Programs made and run, for the trace."""
+        """Programs there are, and what the last call ran and spent on making them; for the trace."""
         every = self.programs.values()
         return {
-            "programs": len(self.programs), "runs": sum(p.replays for p in every), "compiled": sum(p.compiled for p in every),
-            "graphs_captured": sum(p.graph is not None for p in every), "graphs_replayed": sum(p.replays for p in every if p.graph is not None),
-            "warm_s": self.warm_s, "lag": self.lag,
+            "programs": len(self.programs), "compiled": sum(p.compiled for p in every), "graphs_captured": sum(p.graph is not None for p in every),
+            "runs": sum(p.runs for p in every), "graphs_replayed": sum(p.runs for p in every if p.graph is not None),
+            "warm_s": self.warm_s - self._warm_before, "lag": self.lag,
         }  # fmt: skip
 
     def _pinned(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -174,9 +184,9 @@ class StaticRounds:
     def _draft(self, g: int, window: int, law: Law) -> None:
         """The draft block of every row, into the proposal's buffers. The first step reads the last two tokens: after a wholly accepted
         block the draft has not read the last but one, and otherwise reading it again changes nothing."""
-        assert self.model is not None and self.draft_cache is not None
+        assert self.model is not None and self.model.cache is not None
         network, text = self.model.network, self.text
-        cache = _narrow(self.draft_cache, window)
+        cache = _narrow(self.model.cache, window)
         # Rows past the draft's context propose nothing; they compute inside it.
         ends_R = text.length_B.clamp_max(cache.slots - g)
         start_R = (ends_R - 2).clamp_min(0)
@@ -205,7 +215,9 @@ class StaticRounds:
             ids_RG1 = torch.cat([ids_RG1, proposal.tokens_BG], 1)
             text.ids_BS.scatter_(1, length_R[:, None] + torch.arange(g, device=self.device), proposal.tokens_BG)
         cache = _narrow(self.cache, window)
-        scores = verify(self.decoder.target, cache, ids_RG1, length_R - 1, law, text if law.needs_text else None)
+        # Slots whose text has ended may stand anywhere; they compute inside the window, too.
+        start_R = (length_R - 1).clamp_max(cache.slots - g - 1)
+        scores = verify(self.decoder.target, cache, ids_RG1, start_R, law, text if law.needs_text else None)
         accepted_R, next_R = accept(scores, proposal, law, self.u_RN[:, G:], simulate=self.decoder.simulate)
         text.ids_BS.scatter_(1, (length_R + accepted_R)[:, None], next_R[:, None])
         self.report_R[:, 0], self.report_R[:, 1] = accepted_R, next_R
@@ -250,6 +262,9 @@ class StaticRounds:
 
     def run(self, waiting: deque[Active], commit: Callable[..., list[int]], tell: Callable[[Active, list[int]], None]) -> None:
         """Answer all; ``commit`` and ``tell`` are the decoder's."""
+        self._warm_before = self.warm_s
+        for program in self.programs.values():
+            program.runs = 0
         key = self._laws_for([i.row.sampling for i in waiting])
         slots: list[Active | None] = [None] * self.cache.rows
         self.limit_R.zero_()
@@ -271,12 +286,17 @@ class StaticRounds:
         distinct = list(dict.fromkeys(samplings))
         options: dict[str, Any] = {"vocab": target.vocab, "device": self.device, "eos": self.decoder.eos}
         key: Any = distinct[0]
-        if len(distinct) > 1:
-            # What the operations depend on; all else is a number per slot.
+        if distinct != [self.decoder.sampling]:
+            # What the operations depend on, rounded up; all else is a number per slot, so that other numbers need no other programs.
             features, longest, largest = (frozenset().union(*(s.features for s in distinct)), max(s.no_repeat_ngram for s in distinct),
                                           max(s.top_k for s in distinct))  # fmt: skip
-            key = ("packed", features, longest, largest)
-            options |= {"packed": True, "features": features, "longest_ngram": longest, "largest_top_k": largest}
+            longest, largest = (1 << (n - 1).bit_length() if n else 0 for n in (longest, largest))
+            key = ("packed", features, longest, min(largest, target.vocab))
+            options |= {"packed": True, "features": features, "longest_ngram": longest, "largest_top_k": key[3]}
+            while key not in self.laws and len(self.laws) >= _MOST_LAWS:
+                oldest = next(iter(self.laws))
+                del self.laws[oldest]
+                self.programs = {name: p for name, p in self.programs.items() if name[3] != oldest}
         if key not in self.laws:
             rows = [distinct[0]] * self.cache.rows
             self.laws[key] = Law.of(rows, **options), Law.of(rows, ids_K=kept, **options)
@@ -320,12 +340,13 @@ class StaticRounds:
                     staged[s] = decoder.noise([item.row])[0]
             self.u_RN.copy_(staged, non_blocking=True)
         g_guess, g_model = self._needed(items)
-        g = self._size(max(g_guess, g_model))
+        steps = self._size(g_model, self.gamma)
+        g = max(steps, self._size(g_guess, decoder.gamma))
         # The host may be behind the device by rounds that all accept everything.
         reach = max((len(i.row.tokens) for i in items if i is not None), default=1) + (ahead + 1) * (decoder.gamma + 1)
         window = next((w for w in _WINDOWS if w >= reach), reach)
         warm_s = self.warm_s
-        draft = self._program("draft", g, window, key) if g_model else None
+        draft = self._program("draft", steps, window, key) if steps else None
         check = self._program("verify", g, window, key)
         marks = [self._mark()]
         if draft is not None:
@@ -338,12 +359,12 @@ class StaticRounds:
         report = self._staged[0][self._turn]
         report.copy_(self.report_R, non_blocking=True)
         marks.append(self._mark())
-        return _Flight(items, g if draft is not None else 0, report, marks, self.warm_s - warm_s)
+        return _Flight(items, steps, report, marks, self.warm_s - warm_s)
 
     def _needed(self, items: Sequence[Active | None]) -> tuple[int, int]:
         """Most tokens guessed, and most to draft, in any row; what the host decides is uploaded."""
         if self.blind:
-            return 0, self.decoder.gamma if self.model is not None else 0
+            return 0, self.gamma
         rows = [i.row for i in items if i is not None]
         limits = [max(0, self.decoder.limit(i)) for i in items if i is not None]
         at = [s for s, i in enumerate(items) if i is not None]
@@ -365,15 +386,20 @@ class StaticRounds:
             return guessed, 0
         drafted, _ = self.model.caps(rows, limits)
         caps = [0] * len(items)
-        for s, n in zip(at, drafted, strict=True):
+        for s, row, n in zip(at, rows, drafted, strict=True):
             caps[s] = n
+            if n:
+                # The program reads the last two tokens. What it missed while others proposed for the row goes in before.
+                self.model.catch_up(s, row, 2)
+                row.draft_length = len(row.tokens)
         self.cap_R.copy_(torch.tensor(caps))
         return guessed, max(drafted, default=0)
 
-    def _size(self, needed: int) -> int:
-        """Programs are made for few sizes: 0, 1, 2, 3, 4, 6, 8, 12, 16, ... and gamma itself."""
+    @staticmethod
+    def _size(needed: int, most: int) -> int:
+        """Programs are made for few sizes: 0, 1, 2, 3, 4, 6, 8, 12, 16, ... and the most there can be."""
         sizes = [0, 1, 2, 3, 4, *(n for power in range(3, 8) for n in (2**power * 3 // 4, 2**power))]
-        return min([s for s in sizes if s >= needed] + [self.decoder.gamma])
+        return min([s for s in sizes if s >= needed] + [most])
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":
@@ -389,22 +415,23 @@ class StaticRounds:
             draft_s, verify_s = (a.elapsed_time(b) / 1000 for a, b in zip(flight.marks[:2], flight.marks[1:3], strict=True))
         else:
             draft_s, verify_s = flight.marks[1] - flight.marks[0], flight.marks[2] - flight.marks[1]
+        if self.model is not None:
+            self.model.steps = flight.steps
         found = flight.report.tolist()
         live = [(s, i) for s, i in enumerate(flight.items) if i is not None and i.trace.finish is None]
+        asked = [self._asked(item) for _, item in live]
         news = []
-        for s, item in live:
+        for (s, item), who in zip(live, asked, strict=True):
             accepted, following, count, *tokens = found[s]
-            news.append(commit(item, self._asked(item, count), tokens, count, accepted, following))
+            news.append(commit(item, who, tokens, count, accepted, following))
         now = time.perf_counter()
         host_s = max(0.0, now - clock - draft_s - verify_s - flight.warm_s)
+        share_time([i.trace.rounds[-1] for _, i in live], asked, flight.steps, (draft_s, verify_s, 0.0, host_s))
         for (_, item), new in zip(live, news, strict=True):
-            last = item.trace.rounds[-1]
-            last.draft_s, last.verify_s, last.host_s = (t / len(live) for t in (draft_s, verify_s, host_s))
-            last.draft_steps = flight.steps if last.kind == "model" else 0
             tell(item, new)
         return now
 
-    def _asked(self, item: Active, count: int) -> Asked:
+    def _asked(self, item: Active) -> Asked:
         """Who proposed for the row: known from its text as it was at the launch."""
         limit = max(0, self.decoder.limit(item))
         if self.guesser is not None and self.guesser.guesses([item.row], [limit])[0]:

@@ -229,6 +229,9 @@ class Evaluate(Section):
     """Held-out prompts, one per document while they last."""
     max_new_tokens: PositiveInt = 64
     """Tokens per prompt and arm; timing ignores EOS so that all arms do the same work."""
+    backend: Literal["auto", "eager", "graphs", "compile"] = "auto"
+    """How the decoder's rounds run, plain decoding's included: ``graphs`` captured on CUDA, ``compile`` through torch.compile (about a minute per arm
+    to start, in no figure), ``auto`` graphs on CUDA and ``eager`` elsewhere. What cannot be had runs eagerly, and the report says why."""
     audit_prompts: Annotated[int, Field(ge=0)] = 4
     """Prompts on which float32 greedy output is compared with plain decoding, token by token."""
     bootstrap: Annotated[int, Field(ge=100)] = 2000

@@ -9,7 +9,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftstill.decode import CompositeDrafter, Decoder, Loaded, LookupDrafter, ModelDrafter, Network, Sampling, load_target, make_network
+from draftstill.decode import (
+    CompositeDrafter,
+    Decoder,
+    Drafter,
+    Loaded,
+    LookupDrafter,
+    ModelDrafter,
+    Network,
+    Sampling,
+    load_target,
+    make_network,
+)
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, resolve_model
 from draftstill.stages import resolved_device, resolved_dtype
@@ -29,16 +40,19 @@ class Bench:
 
     def decoder(self, arm: str, sampling: Sampling, *, rows: int = 1) -> Decoder:
         """The engine of one arm."""
+        return Decoder(
+            self.target.network, self._drafter(arm), sampling=sampling, eos=self.target.eos, rows=rows, backend=self.recipe.evaluate.backend
+        )
+
+    def _drafter(self, arm: str) -> Drafter | None:
+        if arm == PLAIN:
+            return None
         settings, network = self.recipe.evaluate, self.target.network
         lookup = LookupDrafter(settings.lookup_gamma, network.vocab, network.device)
-        if arm == PLAIN:
-            return Decoder(network, sampling=sampling, eos=self.target.eos, rows=rows)
         if arm == "lookup":
-            return Decoder(network, lookup, sampling=sampling, eos=self.target.eos, rows=rows)
+            return lookup
         model = ModelDrafter(self.drafts["tuned" if arm == "composite" else arm], settings.gamma)
-        if arm == "composite":
-            return Decoder(network, CompositeDrafter(lookup, model), sampling=sampling, eos=self.target.eos, rows=rows)
-        return Decoder(network, model, sampling=sampling, eos=self.target.eos, rows=rows)
+        return CompositeDrafter(lookup, model) if arm == "composite" else model
 
     def gamma(self, arm: str) -> int:
         """Most tokens the arm proposes in a round."""

@@ -14,6 +14,7 @@ from draftstill.evaluate.report import (
     busy,
     cell,
     confidence,
+    how_run,
     losslessness,
     number,
     outcome,
@@ -117,7 +118,7 @@ def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
         "", "## Conditions", "",
         f"- {c['prompts']} held-out prompts from {cell(corpus_name(score))}, {c['max_new_tokens']} new tokens each; top_k {c['top_k']}, top_p {c['top_p']:g}, "
         f"seed {c['seed']}",
-        f"- {cell(m['cpu'])}, {m['cores']} cores, {c['threads']} threads, {m['memory_gib']} GiB; {cell(c['device'])}, {cell(c['dtype'])}; "
+        f"- {cell(m['cpu'])}, {m['cores']} cores, {c['threads']} threads, {m['memory_gib']} GiB; {cell(c['device'])}, {cell(c['dtype'])}, {cell(how_run(c))}; "
         f"{number(c['other_cores'])} cores taken by other processes",
         f"- {', '.join(f'{cell(k)} {cell(v)}' for k, v in c['versions'].items())}",
         f"- losslessness: {'not audited' if passed is None else 'passed' if passed else 'FAILED'}; {audit}",

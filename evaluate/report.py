@@ -242,13 +242,19 @@ def conditions(score: Score) -> list[tuple[str, str]]:
          + (f" ({share(c['past_eos'])} of plain decoding's tokens stand behind one)" if c.get("past_eos") is not None else "")),
         ("sampler", f"temperatures {', '.join(f'{x:g}' for x in c['temperatures'])}, top_k {c['top_k']}, top_p {c['top_p']:g}, seed {c['seed']}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, flags {' '.join(m['cpu_flags']) or 'none'}"),
-        ("running", f"{c['device']}, {c['dtype']}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
+        ("running", f"{c['device']}, {c['dtype']}, {how_run(c)}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
          f"{c['other_cores']:.2f} cores taken by other processes"),
         ("versions", ", ".join(f"{n} {v}" for n, v in c["versions"].items())),
         ("source", f"commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else "not a git checkout"),
         ("command", c["command"]),
         ("date", c["date"]),
     ]  # fmt: skip
+
+
+def how_run(conditions: dict[str, Any]) -> str:
+    """The rounds' backend, with the reason where it is not what was asked for."""
+    reason = f" (fell back: {conditions['fallback']})" if conditions.get("fallback") else ""
+    return f"{conditions['backend']} rounds{reason}, batch {conditions['rows']}"
 
 
 NOTES = (

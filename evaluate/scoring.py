@@ -81,7 +81,12 @@ def _costs(bench: Bench, prompts: Sequence[Prompt], work: Path) -> Costs:
     if not path.exists():
         half_way = len(prompts[0].ids) + bench.recipe.evaluate.max_new_tokens // 2
         gamma = max(bench.gamma(arm) for arm in bench.recipe.evaluate.candidates)
-        write_json(path, measure_costs(bench.target.network, bench.drafts, half_way, gamma).to_json())
+        write_json(
+            path,
+            measure_costs(
+                bench.target.network, bench.drafts, half_way, gamma, backend=bench.decoder(PLAIN, Sampling(0.0)).backend
+            ).to_json(),
+        )
     return Costs(**read_json(path))
 
 
@@ -276,7 +281,9 @@ def _about_corpus(recipe: Recipe, found: dict[str, Stage]) -> dict[str, Any]:
 def _conditions(recipe: Recipe, prompts: Sequence[Prompt], cells: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     settings, sampler = recipe.evaluate, recipe.respond.sampler
     every = [c for rows in cells.values() for c in rows]
+    engine = every[0]["arms"][PLAIN]["engine"]
     return {
+        "rows": 1, "backend": engine["backend"], **({"fallback": engine["fallback"]} if "fallback" in engine else {}),
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": describe_machine(), "threads": torch.get_num_threads() or cores(),
         "device": resolved_device(recipe), "dtype": resolved_dtype(recipe), "versions": versions(), "git": git_state(), "gamma": settings.gamma,
         "lookup_gamma": settings.lookup_gamma, "max_new_tokens": settings.max_new_tokens, "prompts": len(prompts), "seed": recipe.seed,
