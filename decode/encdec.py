@@ -68,7 +68,8 @@ class EncoderDecoderNetwork(Network):
 
     encoder = True
 
-    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source") -> None:
+    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source",
+                 pack_weights: bool = True) -> None:  # fmt: skip
         config = model.config
         refuse_unsupported(config, key)
         if config.model_type not in ENCODER_DECODER:
@@ -84,13 +85,13 @@ class EncoderDecoderNetwork(Network):
         holders = (getattr(model, "generation_config", None), config)
         starts = [getattr(h, n, None) for n in ("decoder_start_token_id", "pad_token_id") for h in holders]
         self.start_ids = [next((s for s in starts if s is not None), 0)]
-        self._take(_read(model), config, vocab, head_ids)
+        self._take(_read(model), config, vocab, head_ids, pack_weights)
 
-    @property
-    def parameters(self) -> int:
-        """Distinct parameters of encoder and decoder; tied embeddings count once."""
+    def _count(self, head: Tensor) -> None:
+        """Those of the encoder, too, which a step does not read; tied embeddings count once."""
+        super()._count(head)
         own = sum(p.numel() for p in self._reader.parameters() if p.data_ptr() != self.embed.data_ptr())
-        return super().parameters + own + self._bias_by_bucket.numel()
+        self.parameters += own + self._bias_by_bucket.numel()
 
     def new_cache(self, rows: int, slots: int, source: int = 1) -> SourceCache:
         """Room for ``rows`` texts of ``slots`` tokens, each with a source of up to ``source`` tokens."""
@@ -117,7 +118,7 @@ class EncoderDecoderNetwork(Network):
             cache.lengths[rows] = lengths
             for layer, keys, values in zip(self.layers, cache.source_keys, cache.source_values, strict=True):
                 assert layer.cross is not None
-                kv = F.linear(read_BEH, *layer.cross.kv).unflatten(-1, (2, self.heads, self.width)).permute(2, 0, 3, 1, 4)
+                kv = layer.cross.kv(read_BEH).unflatten(-1, (2, self.heads, self.width)).permute(2, 0, 3, 1, 4)
                 keys[rows, :, :width], values[rows, :, :width] = kv[0], kv[1]
 
     def _extend(self, length: int) -> None:
@@ -147,10 +148,10 @@ class EncoderDecoderNetwork(Network):
         cross, (B, T, _) = self.layers[layer].cross, x_BTH.shape
         assert isinstance(cache, SourceCache) and cross is not None and places.source is not None
         slots = places.source.shape[-1]
-        q = F.linear(cross.norm(x_BTH), *cross.q).view(B, T, self.heads, self.width).transpose(1, 2)
+        q = cross.q(cross.norm(x_BTH)).view(B, T, self.heads, self.width).transpose(1, 2)
         keys, values = cache.source_keys[layer][:B, :, :slots], cache.source_values[layer][:B, :, :slots]
         a = F.scaled_dot_product_attention(q, keys, values, attn_mask=places.source, scale=1.0)
-        return F.linear(a.transpose(1, 2).reshape(B, T, self.heads * self.width), *cross.out)
+        return cross.out(a.transpose(1, 2).reshape(B, T, self.heads * self.width))
 
 
 def _read(model: Any) -> Stack:

@@ -113,7 +113,7 @@ class Decoder:
 
     def describe(self) -> dict[str, Any]:
         """How it runs, for the trace."""
-        found: dict[str, Any] = {"backend": self.backend}
+        found: dict[str, Any] = {"backend": self.backend, "packed": self.target.packed}
         if self._fallback:
             found |= {"asked": self.asked_backend, "fallback": self._fallback}
         if self.drafter is not None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftstill.decode.families import SUPPORTED, plain_head, read, refuse_unsupported
-from draftstill.decode.layers import Layer, Linear, Sort, Stack, capped_attention, rotate, tensors
+from draftstill.decode.layers import Layer, Linear, Sort, Stack, can_pack, capped_attention, pack_all, rotate, tensors
 
 __all__ = ["SUPPORTED", "Network", "Places", "Sight", "StaticCache", "plain_head", "prefill", "refuse_unsupported"]
 
@@ -93,6 +93,7 @@ class Network:
         model: a transformers model of a supported family (``SUPPORTED``), in the dtype to decode in.
         vocab: real vocabulary; padded head rows beyond it are never scored.
         head_ids: score only these ids (ascending); logits then have one column per kept id.
+        pack_weights: on a CPU lay matrices out as its kernels read them, where that works (``packed``). They cannot be compiled then.
     """
 
     encoder = False
@@ -101,11 +102,20 @@ class Network:
     """What every text of an encoder-decoder starts with."""
     plain_head: bool
     """Whether logits are nothing but head @ hidden."""
+    parameters: int
+    """Distinct ones; a tied head counts once."""
+    step_bytes: int
+    """Bytes of weights that one step reads."""
+    columns: int
+    """Logits per position."""
+    packed: bool
+    """Whether matrices are laid out for the CPU's kernels."""
 
-    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source") -> None:
-        self._take(read(model, key), model.config, vocab, head_ids)
+    def __init__(self, model: Any, *, vocab: int | None = None, head_ids: Tensor | None = None, key: str = "target.source",
+                 pack_weights: bool = True) -> None:  # fmt: skip
+        self._take(read(model, key), model.config, vocab, head_ids, pack_weights)
 
-    def _take(self, stack: Stack, config: Any, vocab: int | None, head_ids: Tensor | None) -> None:
+    def _take(self, stack: Stack, config: Any, vocab: int | None, head_ids: Tensor | None, pack_weights: bool) -> None:
         self.kind = config.model_type
         self.stack, self.layers, self.norm, self.embed = stack, stack.layers, stack.norm, stack.embed
         self.heads, self.kv_heads, self.width, self.max_positions = stack.heads, stack.kv_heads, stack.width, stack.max_positions
@@ -113,11 +123,15 @@ class Network:
         self.vocab = vocab or stack.head.weight.shape[0]
         self.head_ids = None if head_ids is None else head_ids.to(self.device)
         kept = lambda t: t[: self.vocab] if self.head_ids is None else t[: self.vocab][self.head_ids].contiguous()  # noqa: E731
-        self.head = kept(stack.head.weight)
-        self.head_bias = None if stack.head.bias is None else kept(stack.head.bias)
-        stack.head = Linear(self.head, self.head_bias)  # lets a whole head go that was trimmed
-        self.plain_head = self.head_bias is None and stack.logit_cap is None
-        self.hidden = self.head.shape[1]
+        head = Linear(kept(stack.head.weight), None if stack.head.bias is None else kept(stack.head.bias))
+        stack.head = head  # lets a whole head go that was trimmed
+        self.plain_head = head.bias is None and stack.logit_cap is None
+        self.columns, self.hidden = head.weight.shape
+        self._count(head.weight)
+        self.packed = pack_weights and self.device.type == "cpu" and can_pack(self.dtype)
+        if self.packed:
+            for record in (stack, *self.layers):
+                pack_all(record)
         self._act, self._softcap = stack.activation, stack.softcap
         # Partial rotary: the rest of a head's width passes.
         self._turned = max((2 * len(s.inv_freq) for s in stack.sorts if s.inv_freq is not None), default=self.width)
@@ -125,11 +139,12 @@ class Network:
         self._learned, self._reach = stack.positions, 0
         self._extend(min(1024, self.max_positions))
 
-    @property
-    def parameters(self) -> int:
-        """Distinct parameters; a tied head counts once."""
-        found = {t.data_ptr(): t.numel() for t in tensors(self.stack) if self.head_ids is None or t is not self.head}
-        return sum(found.values()) + sum(t.numel() for layer in self.layers for t in tensors(layer))
+    def _count(self, head: Tensor) -> None:
+        """Distinct parameters, a tied head counting once; and the bytes that one step reads: not the rows of an untied embedding."""
+        found = {t.data_ptr(): t.numel() for t in tensors(self.stack) if self.head_ids is None or t is not head}
+        self.parameters = sum(found.values()) + sum(t.numel() for layer in self.layers for t in tensors(layer))
+        tied = self.embed.data_ptr() == head.data_ptr()
+        self.step_bytes = (self.parameters - (0 if tied else self.embed.numel())) * self.embed.element_size()
 
     def new_cache(self, rows: int, slots: int, source: int = 0) -> StaticCache:
         """Room for ``rows`` texts of ``slots`` tokens; ``source`` matters to encoder-decoders only."""
@@ -219,7 +234,7 @@ class Network:
         if stack.embed_scale is not None:
             x_BTH = x_BTH * stack.embed_scale
         if stack.project_in is not None:
-            x_BTH = F.linear(x_BTH, *stack.project_in)
+            x_BTH = stack.project_in(x_BTH)
         if places.learned is not None:
             x_BTH = x_BTH + places.learned
         for n, layer in enumerate(self.layers):
@@ -239,19 +254,19 @@ class Network:
                 x_BTH = layer.after2(x_BTH)
         x_BTH = x_BTH if self.norm is None else self.norm(x_BTH)
         if stack.project_out is not None:
-            x_BTH = F.linear(x_BTH, *stack.project_out)
+            x_BTH = stack.project_out(x_BTH)
         return x_BTH if stack.out_scale is None else x_BTH * stack.out_scale
 
     def _feed(self, layer: Layer, h: Tensor) -> Tensor:
         if not self.stack.gated:
-            return F.linear(self._act(F.linear(h, *layer.up)), *layer.down)
-        gate, up = F.linear(h, *layer.up).chunk(2, -1)
-        return F.linear(self._act(gate) * up, *layer.down)
+            return layer.down(self._act(layer.up(h)))
+        gate, up = layer.up(h).chunk(2, -1)
+        return layer.down(self._act(gate) * up)
 
     def _attend(self, layer: Layer, h: Tensor, keys: Tensor, values: Tensor, places: Places) -> Tensor:
         B, T, _ = h.shape
         sight = places.sights[layer.sort]
-        qkv = F.linear(h, *layer.qkv).view(B, T, self.heads + 2 * self.kv_heads, self.width).transpose(1, 2)
+        qkv = layer.qkv(h).view(B, T, self.heads + 2 * self.kv_heads, self.width).transpose(1, 2)
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 1)
@@ -281,7 +296,7 @@ class Network:
             gqa = self.heads != self.kv_heads
             a = F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask, enable_gqa=gqa, scale=layer.scale)
             a = a.transpose(1, 2).reshape(B, T, self.heads * self.width)
-        return F.linear(a, *layer.out)
+        return layer.out(a)
 
     def read(self, cache: StaticCache, first: int, sources: Sequence[Sequence[int]]) -> None:
         """Encode the sources of rows first, first+1, ... (encoder-decoders only)."""
@@ -292,7 +307,7 @@ class Network:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits over the real vocabulary (or the kept ids), [..., V]."""
-        z = F.linear(hidden, self.head, self.head_bias)
+        z = self.stack.head(hidden)
         if (cap := self.stack.logit_cap) is not None:
             z = torch.tanh(z / cap) * cap
         return z.float()

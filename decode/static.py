@@ -56,6 +56,12 @@ def parts(drafter: Drafter | None) -> tuple[GuessDrafter | None, ModelDrafter | 
     return None
 
 
+def packed(target: Network, drafter: Drafter | None) -> bool:
+    """Whether one of the networks has packed weights."""
+    _, model = parts(drafter) or (None, None)
+    return target.packed or (model is not None and model.network.packed)
+
+
 def fallback(backend: Backend, target: Network, drafter: Drafter | None) -> str | None:
     """Why rounds run eagerly although more was asked for; None where they do not."""
     if backend == "eager" or (backend == "auto" and target.device.type != "cuda"):
@@ -64,6 +70,8 @@ def fallback(backend: Backend, target: Network, drafter: Drafter | None) -> str 
         return f"CUDA graphs need a CUDA device; the target is on {target.device.type}"
     if parts(drafter) is None:
         return f"{type(drafter).__name__} has no static form"
+    if backend == "compile" and packed(target, drafter):
+        return "packed weights cannot be compiled, and are faster without; make the networks with pack_weights=False"
     return None
 
 
@@ -303,7 +311,7 @@ class StaticRounds:
         made_proposal = self.proposal
         if self.model is not None and not self.laws[key][0].greedy and made_proposal.q_BGK is None:
             R, G = made_proposal.tokens_BG.shape
-            K = self.model.network.head.shape[0]
+            K = self.model.network.columns
             made_proposal.q_BGK = torch.zeros(R, G, K, device=self.device)
             made_proposal.q_drawn_BG = torch.ones(R, G, device=self.device)
         return key

@@ -9,7 +9,11 @@ How it measures:
 - Decode-only: our clock is the trace's, from the end of prefill, over all tokens. A peer's clock starts when its first tokens
   come out (transformers, seen by a streamer) or when its first step, which holds its prefill, ends (flashspec, by its own step
   times), and these first tokens are not counted. So neither side's decode time holds a prefill, within the very run that is timed.
-  End-to-end: the wall time of the whole call, prefill included. A goal is judged by the lesser of the two ratios.
+  End-to-end: the wall time of the whole call, prefill included. A goal is judged by decode-only time, as speed-ups are everywhere
+  in Draftstill; the end-to-end ratio stands beside it.
+- The memory limit is what reading the target's weights once a token allows, at the rate at which a plain sum reads memory here: where a
+  peer is close to it already, nobody can be much faster.
+- Of the main pair, our speculative arm also runs with a trimmed head, which our decoder can draft from with the same weights.
 - A static cache in ``generate`` runs with disable_compile, and flashspec has no compiled path on a CPU (see ``peers.py``).
 - Batches: as many requests as rows. Measured over predicted = speed-up over plain / (tau / (s c + v)) while all rows are busy, with s
   draft steps per round. c (draft step) and v (verify) over a plain step are timed apart at the same batch size, before and after
@@ -45,7 +49,22 @@ from draftstill.runfolder import git_state, versions, write_json
 from draftstill.sources import quiet_transformers
 from draftstill.stages import resolved_device, resolved_dtype
 from tests.bench.pairs import Pair, cast, pairs
-from tests.bench.peers import ASSISTED, DYNAMIC, FLASHSPEC, PLAIN, RIVAL, SPECULATIVE, STATIC, Arm, Flashspec, Ours, Run, Transformers
+from tests.bench.peers import (
+    ASSISTED,
+    DYNAMIC,
+    FLASHSPEC,
+    OURS_SPECULATIVE,
+    PLAIN,
+    RIVAL,
+    SPECULATIVE,
+    STATIC,
+    TRIMMED,
+    Arm,
+    Flashspec,
+    Ours,
+    Run,
+    Transformers,
+)
 from tests.bench.tables import goals, out, quartiles, show_batches, show_conditions, show_goals, show_single
 
 _WARM_UP_TOKENS = 8
@@ -70,9 +89,23 @@ class Bench:
     def all_arms(self) -> list[Arm]:
         """And those that take one row, or are not worth the time with more."""
         plain, dynamic, speculative = self.arms()
-        gamma = self.pair.gamma
-        return [plain, dynamic, Transformers(STATIC, self.target, static=True), speculative,
-                Transformers(ASSISTED, self.target, assistant=self.draft, gamma=gamma), Flashspec(FLASHSPEC, self.target, self.draft, gamma)]  # fmt: skip
+        gamma, target = self.pair.gamma, self.networks[0]
+        found = [plain, dynamic, Transformers(STATIC, self.target, static=True), speculative,
+                 Transformers(ASSISTED, self.target, assistant=self.draft, gamma=gamma), Flashspec(FLASHSPEC, self.target, self.draft, gamma)]  # fmt: skip
+        if self.pair.kept is not None:
+            trimmed = Network(self.draft, head_ids=self.pair.kept)
+            found.append(Ours(TRIMMED, target, trimmed, gamma))
+        return found
+
+    def memory_limit(self) -> float:
+        """Tokens per second of a decoder that did nothing but read the target's weights, at the rate a plain sum reads memory."""
+        buffer = torch.ones(1 << 27, device=self.target.device)
+        taken = []
+        for _ in range(5):
+            started = time.perf_counter()
+            buffer.sum().item()
+            taken.append(time.perf_counter() - started)
+        return buffer.numel() * 4 / min(taken) / self.networks[0].step_bytes
 
     def sample(self, arms: list[Arm], rows: int, seconds: float, least: int) -> Samples:
         """Turns of all arms until the time is up; each turn takes the next ``rows`` prompts."""
@@ -103,12 +136,15 @@ class Bench:
         for name, runs in samples.items():
             arms[name] = {"tokens_per_s": quartiles([r.decode_rate for r in runs]),
                           "end_to_end_tokens_per_s": quartiles([r.wall_rate for r in runs])}  # fmt: skip
-            if name in RIVAL:
-                turns = list(zip(samples[RIVAL[name]], runs, strict=True))
-                turns = [(theirs, ours) for ours, theirs in turns] if name == SPECULATIVE else turns
-                arms[name]["ours_faster"] = quartiles([ours.decode_rate / theirs.decode_rate for ours, theirs in turns])
-                arms[name]["ours_faster_end_to_end"] = quartiles([ours.wall_rate / theirs.wall_rate for ours, theirs in turns])
-        return {"token_acceptance": m["token_acceptance"], "tau": m["tau"], "arms": arms, "same_text": same_text(samples)}
+            arms[name]["over"] = {}
+            for ours in (o for o in RIVAL.get(name, (PLAIN,) if name in OURS_SPECULATIVE else ()) if o in samples):
+                turns = list(zip(samples[ours], runs, strict=True))
+                if name in OURS_SPECULATIVE:  # against our own plain decoding
+                    turns = [(mine, plain) for plain, mine in turns]
+                arms[name]["over"][ours] = {"decode": quartiles([o.decode_rate / t.decode_rate for o, t in turns]),
+                                            "end_to_end": quartiles([o.wall_rate / t.wall_rate for o, t in turns])}  # fmt: skip
+        return {"token_acceptance": m["token_acceptance"], "tau": m["tau"], "arms": arms, "same_text": same_text(samples),
+                "memory_limit_tokens_per_s": self.memory_limit()}  # fmt: skip
 
     def batch(self, rows: int, seconds: float, least: int, repeats: int) -> dict[str, Any]:
         """One line of the table of batches."""
@@ -198,6 +234,7 @@ def run_pair(pair: Pair, dtype: str, device: str, quick: bool, report: dict[str,
         if timed:
             entry = {"pair": pair.name, "dtype": kind, "gamma": pair.gamma, "new_tokens": pair.new_tokens, "prompt_tokens": len(prompts[0]),
                      "single": bench.single(samples), "batches": []}  # fmt: skip
+            entry["single"]["accounted"] = {a.name: statistics.median(a.accounted) for a in arms if isinstance(a, Ours)}
             show_single(entry)
             report["pairs"].append(entry)
         if kind == dtype:

@@ -40,13 +40,6 @@ def peak() -> float | None:
     return next((p for key, p in PEAKS.items() if key in name), None)
 
 
-def read_bytes(network: Network) -> int:
-    """Bytes of the weights that one step reads: all but the embedding rows it does not look up."""
-    tied = network.embed.data_ptr() == network.head.data_ptr()
-    skipped = 0 if tied else network.embed.numel()
-    return (network.parameters - skipped) * network.embed.element_size()
-
-
 def run(decoder: Decoder, prompt: list[int], seed: int) -> tuple[dict[str, Any], list[int]]:
     (trace,) = decoder.run([Request(prompt, NEW, seed=seed, ignore_eos=True)])
     return metrics([trace]), trace.tokens
@@ -83,7 +76,7 @@ def pair(name: str, layers: int, target: Network, repeats: int) -> dict[str, Any
     limit = peak()
     return {
         "target": name, "draft_layers": layers, "gamma": GAMMA, "simulated_acceptance": ACCEPTANCE, "tokens_per_s": rate, "spread": spread,
-        "bandwidth": read_bytes(target) * rate["plain"], "share_of_peak": read_bytes(target) * rate["plain"] / limit if limit else None,
+        "bandwidth": target.step_bytes * rate["plain"], "share_of_peak": target.step_bytes * rate["plain"] / limit if limit else None,
         "speedup": speedup, "predicted": predicted, "over_predicted": speedup / predicted, "tau": last["tau"], "costs": costs.to_json(),
         "graphs_over_eager": {"plain": rate["plain"] / rate["plain eager"], "speculative": rate["speculative"] / rate["speculative eager"]},
         "engine": arms["speculative"].describe(),

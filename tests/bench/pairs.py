@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from draftstill.cli import config_path
@@ -36,6 +37,16 @@ class Pair:
     """Time for each of its tables."""
     main: bool = False
     """Timed in float32, too."""
+    kept: torch.Tensor | None = None
+    """Ids of a trimmed head for an extra arm of ours; None: no such arm."""
+
+
+def kept_ids(draft: Path | None, count: int) -> torch.Tensor:
+    """Ids of a trimmed head: the most frequent of the draft's training text; of an untrained one the first, which its tokenizer merged first."""
+    ranking = None if draft is None else draft.parent / "token_ranking.safetensors"
+    if ranking is None or not ranking.exists():
+        return torch.arange(count)
+    return load_file(ranking)["ids"].long()[:count].sort().values
 
 
 def demo_pair(draft: Path | None, prompts: int, folder: Path) -> Models:
@@ -91,7 +102,7 @@ def pairs(quick: bool, draft: Path | None, folder: Path) -> list[Pair]:
     size = "tiny" if quick else "0.5B shape"
     return [
         Pair(f"SmolLM2-135M, 30 layers x 576, and {'its layers 0, 1, untrained' if draft is None else 'a trained draft'}",
-             lambda: demo_pair(draft, prompts, folder), 2, tokens(32), seconds(50), main=True),
+             lambda: demo_pair(draft, prompts, folder), 4, tokens(48), seconds(60), main=True, kept=kept_ids(draft, 6144)),
         Pair(f"random Qwen2, {size}, {qwen.num_hidden_layers} layers x {qwen.hidden_size}, and its first layer",
              lambda: random_pair(qwen, 1, 0.1 if quick else 0.01, prompts), 4, tokens(16), seconds(40)),
         Pair(f"random Llama, {llama.num_hidden_layers} layers x {llama.hidden_size}, and its first 2 layers",

@@ -19,10 +19,12 @@ from draftstill.decode import Decoder, ModelDrafter, Network, Request
 from draftstill.decode.trace import Trace, metrics
 
 PLAIN, SPECULATIVE = "ours, plain", "ours, speculative"
+TRIMMED = "ours, trimmed head"
+OURS_SPECULATIVE = (SPECULATIVE, TRIMMED)
 DYNAMIC, STATIC, ASSISTED = "generate, dynamic", "generate, static", "generate, assisted"
 FLASHSPEC = "flashspec"
-RIVAL = {SPECULATIVE: PLAIN, DYNAMIC: PLAIN, STATIC: PLAIN, ASSISTED: SPECULATIVE, FLASHSPEC: SPECULATIVE}
-"""Which of our arms an arm is compared with."""
+RIVAL = {DYNAMIC: (PLAIN,), STATIC: (PLAIN,), ASSISTED: OURS_SPECULATIVE, FLASHSPEC: OURS_SPECULATIVE}
+"""Which of our arms a peer is compared with."""
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # flashspec calls transformers by names of yesterday: once per forward
 logging.getLogger("flashspec").setLevel(logging.ERROR)
@@ -59,13 +61,16 @@ class Ours:
 
     def __init__(self, name: str, target: Network, draft: Network | None = None, gamma: int = 0, rows: int = 1) -> None:
         self.name = name
-        self.decoder = Decoder(target, ModelDrafter(draft, gamma) if draft is not None else None, gamma=gamma, rows=rows)
+        self.decoder = Decoder(target, ModelDrafter(draft, gamma) if draft is not None else None, rows=rows)
+        self.accounted: list[float] = []
+        """Share of each call's wall time that its traces account for."""
 
     def run(self, prompts: list[list[int]], new: int) -> Run:
         started = time.perf_counter()
         traces = self.decoder.run([Request(p, new, ignore_eos=True) for p in prompts])
         wall = time.perf_counter() - started
         m = metrics(traces)
+        self.accounted.append(self.decoder.accounted or 0.0)
         return Run([t.tokens for t in traces], wall, m["decode_s"], m["emitted"], traces)
 
 

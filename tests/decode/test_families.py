@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from draftstill.decode import Decoder, ModelDrafter, Network, Request, refuse_unsupported
 from draftstill.decode.encdec import EncoderDecoderNetwork, make_network
 from draftstill.decode.families import DECODER_ONLY, SUPPORTED, plain_head
+from draftstill.decode.layers import Linear, can_pack, pack
 from draftstill.decode.network import prefill
 from draftstill.decode.trace import metrics
 from draftstill.errors import DraftstillError
@@ -322,3 +323,29 @@ def test_t5_compiles_in_bfloat16_and_refuses_what_it_must():
     refuse_unsupported(AutoConfig.for_model("t5"))
     with pytest.raises(ValueError, match="T5Config"):  # loaded another way than a causal model
         AutoModelForCausalLM.from_config(T5Config())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_maps_are_the_plain_ones(dtype, bias):
+    """However many rows: each row's result is that of the plain product, within the rounding of its dtype."""
+    if not can_pack(dtype):
+        pytest.skip("no packed kernels for this dtype here")
+    generator = torch.Generator().manual_seed(0)
+    plain = Linear(torch.randn(70, 48, generator=generator).to(dtype), torch.randn(70, generator=generator).to(dtype) if bias else None)
+    laid_out = pack(plain)
+    for shape in ((1, 1), (1, 2), (1, 3), (2, 1), (4, 1), (1, 7), (3, 5), (1, 40)):
+        x = torch.randn(*shape, 48, generator=generator).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), plain.weight.double(), None if plain.bias is None else plain.bias.double())
+        error = (laid_out(x).double() - exact).abs().max()
+        assert laid_out(x).shape == exact.shape and error <= (plain(x).double() - exact).abs().max() * 2 + 1e-5
+
+
+def test_packing_is_an_option_and_is_told(monkeypatch):
+    model = make_model("llama")
+    plain = Network(model, pack_weights=False)
+    assert not plain.packed and Network(model).packed == can_pack(torch.float32)
+    assert plain.parameters == Network(model).parameters == sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr("draftstill.decode.network.can_pack", lambda dtype: False)
+    (trace,) = Decoder(Network(model)).run([Request([1, 2, 3], 12)])
+    assert trace.engine["packed"] is False and trace.tokens == Decoder(plain).run([Request([1, 2, 3], 12)])[0].tokens

@@ -99,6 +99,7 @@ def one_thread():
 def uncompiled(monkeypatch):
     """Static rounds as plain Python, wherever a test asks for the backend ``static``."""
     monkeypatch.setattr(static.torch, "compile", lambda body, **options: body)
+    monkeypatch.setattr(static, "packed", lambda *networks: False)  # these need no tracing
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ SAMPLINGS = {
 def uncompiled(monkeypatch):
     """The loop and its programs as plain Python."""
     monkeypatch.setattr(static.torch, "compile", lambda body, **options: body)
+    monkeypatch.setattr(static, "packed", lambda *networks: False)  # these need no tracing
 
 
 def make_drafter(name, target):
@@ -90,7 +91,8 @@ def test_static_rounds_equal_eager_ones(uncompiled, monkeypatch, target, name, l
 def test_programs_compile_whole(monkeypatch, target, law):
     """fullgraph: no host read and no branch on a value in a whole round. One program a size and window, whatever the lengths."""
     monkeypatch.setattr(static, "COMPILE", {**static.COMPILE, "backend": "aot_eager"})
-    decoder = Decoder(Network(target), make_drafter("model", target), rows=2, eos=[11], backend="compile")
+    plainly = lambda model: Network(model, pack_weights=False)  # noqa: E731
+    decoder = Decoder(plainly(target), ModelDrafter(plainly(noised(target, 0.3)), 3), rows=2, eos=[11], backend="compile")
     plain = Decoder(Network(target), make_drafter("model", target), rows=2, eos=[11], backend="eager")
     asked = requests(SAMPLINGS[law])[:5]
     for order in (asked, asked[::-1]):
@@ -106,6 +108,9 @@ def test_asking_for_graphs_without_cuda_is_said(target):
         gamma = 2
 
     assert "static form" in static.fallback("compile", Network(target), Other())
+    if Network(target).packed:
+        (trace,) = Decoder(Network(target), backend="compile").run([Request([1, 2], 3)])
+        assert trace.engine["backend"] == "eager" and "pack_weights=False" in trace.engine["fallback"]
 
 
 def test_simulated_acceptance_is_the_rate_asked_for(uncompiled, target):
