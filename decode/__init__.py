@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from draftstill.decode.costs import Costs, measure_costs
     from draftstill.decode.drafters import CompositeDrafter, Drafter, ModelDrafter
     from draftstill.decode.encdec import make_network
-    from draftstill.decode.engine import Decoder, Request
+    from draftstill.decode.engine import Decoder
     from draftstill.decode.families import refuse_unsupported
     from draftstill.decode.guesses import BigramDrafter, LookupDrafter, bigram_table
     from draftstill.decode.loading import Loaded, eos_ids, load_target, revision_of, set_threads
     from draftstill.decode.network import Network
+    from draftstill.decode.requests import Request
     from draftstill.decode.sampling import Law, Sampling, probabilities
     from draftstill.decode.shapes import random_model
     from draftstill.decode.simulation import simulate
@@ -27,11 +28,12 @@ _FACE = {
     "costs": ("Costs", "measure_costs"),
     "drafters": ("CompositeDrafter", "Drafter", "ModelDrafter"),
     "encdec": ("make_network",),
-    "engine": ("Decoder", "Request"),
+    "engine": ("Decoder",),
     "families": ("refuse_unsupported",),
     "guesses": ("BigramDrafter", "LookupDrafter", "bigram_table"),
     "loading": ("Loaded", "eos_ids", "load_target", "revision_of", "set_threads"),
     "network": ("Network",),
+    "requests": ("Request",),
     "sampling": ("Law", "Sampling", "probabilities"),
     "shapes": ("random_model",),
     "simulation": ("simulate",),

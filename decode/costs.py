@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftstill.decode.network import Network
-from draftstill.decode.static import Program
+from draftstill.decode.programs import Program
 
 _REPEATS = 15
 

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,46 +19,17 @@ from torch import Tensor
 from draftstill.decode.acceptance import Proposal
 from draftstill.decode.drafters import PROPOSERS, Asked, Batch, Drafter, Offer, Row, has_room, share_time
 from draftstill.decode.network import Network, StaticCache, prefill
+from draftstill.decode.programs import Backend, fallback
+from draftstill.decode.requests import Active, Request, check_request, check_vocabulary
 from draftstill.decode.round import accept, verify
 from draftstill.decode.sampling import Law, Sampling, Text, uniforms
-from draftstill.decode.static import Backend, StaticRounds, fallback, parts
+from draftstill.decode.static import StaticRounds
 from draftstill.decode.stops import StopText
 from draftstill.decode.trace import Kind, Round, Trace, ratio
 from draftstill.errors import DraftstillError
 
 _SLOT_STEP = 256
 """Caches grow in steps of this many positions, so that texts of changing lengths do not reallocate each time."""
-
-
-@dataclass(slots=True)
-class Request:
-    """One text to write."""
-
-    prompt: Sequence[int]
-    """What the text continues; for an encoder-decoder target, what the encoder reads."""
-    max_new_tokens: int
-    seed: int = 0
-    ignore_eos: bool = False
-    """Run to the length limit: all arms of a timing then do the same work."""
-    sampling: Sampling | None = None
-    """None: the decoder's."""
-    stop: Sequence[str] = ()
-    """The text ends with the token that completes one of these strings; it is emitted."""
-
-
-@dataclass(slots=True)
-class Active:
-    """A request being answered."""
-
-    index: int
-    request: Request
-    row: Row
-    trace: Trace
-    stops: StopText | None = None
-
-    @property
-    def remaining(self) -> int:
-        return self.request.max_new_tokens - len(self.trace.tokens)
 
 
 class Decoder:
@@ -84,7 +54,7 @@ class Decoder:
                  detokenize: Callable[[list[int]], str] | None = None) -> None:  # fmt: skip
         if simulate is not None and not 0.0 <= simulate <= 1.0:
             raise DraftstillError("a simulated acceptance lies between 0 and 1", value=simulate)
-        _check_vocabulary(target, drafter)
+        check_vocabulary(target, drafter)
         self.target, self.drafter = target, drafter
         self.gamma = 0 if drafter is None else drafter.gamma if gamma is None else gamma
         self.sampling = sampling or Sampling(0.0)
@@ -132,7 +102,7 @@ class Decoder:
         ``on_tokens(index, trace, new)`` is called after each round of a row, ``on_finish(index, trace)`` at its end.
         """
         for n, request in enumerate(requests):
-            self._check(n, request)
+            check_request(n, request, self.target, self.detokenize is not None)
         done: list[Trace | None] = [None] * len(requests)
         waiting: deque[Active] = deque()
         for index, request in enumerate(requests):
@@ -165,23 +135,6 @@ class Decoder:
         warm_s = 0.0 if self._static is None else self._static.warm_s - warm_s
         self.accounted = ratio(sum(t.prefill_s + t.decode_s for t in traces), time.perf_counter() - started - warm_s)
         return traces
-
-    def _check(self, n: int, request: Request) -> None:
-        prompt, limit = request.prompt, self.target.max_positions
-        if not prompt:
-            raise DraftstillError(f"prompt {n} is empty", mend="a prompt needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.target.vocab:
-            bad = next(t for t in prompt if not 0 <= t < self.target.vocab)
-            raise DraftstillError(f"prompt {n} holds token id {bad}, outside the target's vocabulary of {self.target.vocab}",
-                                  mend="tokenise with the target's own tokenizer")  # fmt: skip
-        if len(prompt) >= limit and request.max_new_tokens > 0:
-            raise DraftstillError(f"prompt {n} has {len(prompt)} tokens; the target's context holds {limit}", mend="shorten the prompt")
-        if request.max_new_tokens < 0:
-            raise DraftstillError("max_new_tokens is negative", value=request.max_new_tokens)
-        if request.stop and self.detokenize is None:
-            raise DraftstillError(f"prompt {n} has stop strings, but the decoder cannot turn ids into text", mend="give it detokenize=")
-        if any(not s for s in request.stop):
-            raise DraftstillError(f"prompt {n} has an empty stop string", key="stop", mend="leave it out")
 
     def _item(self, index: int, request: Request) -> Active:
         prompt = list(request.prompt)
@@ -358,12 +311,3 @@ class Decoder:
         if trace.finish is None and len(row.tokens) >= self.target.max_positions:
             trace.finish = "context"
         return new
-
-
-def _check_vocabulary(target: Network, drafter: Drafter | None) -> None:
-    """No drafter may propose an id that the target does not have, nor a law over other ids."""
-    guesser, model = parts(drafter) or (None, None)
-    for what, vocab in (("draft", None if model is None else model.network.vocab), ("guesser", None if guesser is None else guesser.vocab)):
-        if vocab is not None and vocab != target.vocab:
-            raise DraftstillError(f"the {what}'s vocabulary has {vocab:,} ids, the target's {target.vocab:,}",
-                                  mend="give both the number of real ids they share (vocab=)")  # fmt: skip

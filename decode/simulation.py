@@ -15,11 +15,12 @@ import torch
 
 from draftstill.decode.costs import measure_costs
 from draftstill.decode.drafters import ModelDrafter
-from draftstill.decode.engine import Decoder, Request
+from draftstill.decode.engine import Decoder
 from draftstill.decode.network import Network
 from draftstill.decode.pairs import Pair, open_pair
+from draftstill.decode.programs import Backend
+from draftstill.decode.requests import Request
 from draftstill.decode.sampling import Sampling
-from draftstill.decode.static import Backend
 from draftstill.decode.theory import best_gamma, break_even, predicted_speedup
 from draftstill.decode.trace import metrics
 from draftstill.errors import DraftstillError

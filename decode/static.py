@@ -1,18 +1,12 @@
-"""Rounds whose texts, lengths and laws live on the device, so that a round can be captured as CUDA graphs or compiled whole.
+"""Rounds as programs over device state (``device``), compiled or captured as CUDA graphs.
 
-Two programs make a round: the draft block, and verify + accept + commit. All rows of the cache take part in each; a free slot
-computes garbage that nobody reads. The host uploads noise (and guesses, if there is a guesser), launches, and reads one report
-a round. Where nothing that the host decides depends on the last report, it reads a round behind the device (`lag`): what a
-finished row did meanwhile is dropped.
-Shape suffixes: R slots, G most proposed tokens, g proposed tokens of one program, N uniforms per row, K ids that the draft can propose.
+The host uploads noise (and guesses, if there is a guesser), launches, and reads one report a round. Where nothing that it decides
+depends on the last report, it reads a round behind the device (``lag``): what a finished row did meanwhile is dropped.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,58 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from draftstill.decode.acceptance import Proposal
 from draftstill.decode.adaptive import FixedGamma
-from draftstill.decode.drafters import Asked, CompositeDrafter, Drafter, ModelDrafter, share_time
-from draftstill.decode.guesses import GuessDrafter
-from draftstill.decode.network import Network, StaticCache
-from draftstill.decode.round import accept, draft_block, verify
-from draftstill.decode.sampling import Law, Sampling, Text
+from draftstill.decode.device import DeviceRound
+from draftstill.decode.drafters import Asked, share_time
+from draftstill.decode.network import StaticCache
+from draftstill.decode.programs import Program
+from draftstill.decode.sampling import Law, Sampling
 
 if TYPE_CHECKING:
-    from draftstill.decode.engine import Active, Decoder
+    from draftstill.decode.engine import Decoder
+    from draftstill.decode.requests import Active
 
-Backend = Literal["auto", "eager", "graphs", "compile"]
-COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-"""Options of torch.compile; fullgraph fails where anything depends on a value."""
 _WINDOWS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Cache lengths that programs are made for: a program reads the whole of its window behind a mask."""
 _MOST_LAWS = 8
 """Kinds of law that programs are kept for."""
-_WARM_UPS = 3
-"""Runs before a capture, on a side stream: libraries allocate their workspaces then."""
-
-
-def parts(drafter: Drafter | None) -> tuple[GuessDrafter | None, ModelDrafter | None] | None:
-    """(guesser, model) of a drafter; None where it has no static form."""
-    if drafter is None:
-        return None, None
-    if isinstance(drafter, ModelDrafter):
-        return None, drafter
-    if isinstance(drafter, GuessDrafter):
-        return drafter, None
-    if isinstance(drafter, CompositeDrafter):
-        return drafter.guesser, drafter.model
-    return None
-
-
-def packed(target: Network, drafter: Drafter | None) -> bool:
-    """Whether one of the networks has packed weights."""
-    _, model = parts(drafter) or (None, None)
-    return target.packed or (model is not None and model.network.packed)
-
-
-def fallback(backend: Backend, target: Network, drafter: Drafter | None) -> str | None:
-    """Why rounds run eagerly although more was asked for; None where they do not."""
-    if backend == "eager" or (backend == "auto" and target.device.type != "cuda"):
-        return None
-    if backend == "graphs" and target.device.type != "cuda":
-        return f"CUDA graphs need a CUDA device; the target is on {target.device.type}"
-    if parts(drafter) is None:
-        return f"{type(drafter).__name__} has no static form"
-    if backend == "compile" and packed(target, drafter):
-        return "packed weights cannot be compiled, and are faster without; make the networks with pack_weights=False"
-    return None
 
 
 def lag_of(device: torch.device) -> int:
@@ -93,69 +50,12 @@ class _Flight:
     """Seconds of compiling and capturing that went before it."""
 
 
-class Program:
-    """A function of no arguments over fixed buffers: run as it is, compiled, or captured and replayed."""
-
-    def __init__(self, body: Callable[[], None], *, compiled: bool, captured: bool, keep: Sequence[Tensor]) -> None:
-        self.body = torch.compile(_of_its_own(body), **COMPILE) if compiled else body
-        self.compiled, self.captured, self.keep = compiled, captured, keep
-        self.graph: Any = None
-        self.ready = not (compiled or captured)
-        self.runs = 0
-
-    def prepare(self, pool: Any) -> None:
-        """Compile and capture now, leaving the state (``keep``) as it was."""
-        saved = [t.clone() for t in self.keep]
-        if self.captured:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    self.body()
-                    self._restore(saved)
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.body()
-        else:
-            self.body()
-        self._restore(saved)
-        self.ready = True
-
-    def _restore(self, saved: Sequence[Tensor]) -> None:
-        for t, s in zip(self.keep, saved, strict=True):
-            t.copy_(s)
-
-    def __call__(self) -> None:
-        self.runs += 1
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.body()
-
-
-class StaticRounds:
-    """Device state, programs and the loop over them, for one decoder and one target cache."""
+class StaticRounds(DeviceRound):
+    """The programs made of the bodies, and the loop over them, for one decoder and one target cache."""
 
     def __init__(self, decoder: Decoder, cache: StaticCache) -> None:
-        found = parts(decoder.drafter)
-        assert found is not None
-        self.decoder, self.cache = decoder, cache
-        self.guesser, self.model = found
-        # Weak: an outgrown cache is freed before its successor is made.
-        self._draft_cache = None if self.model is None or self.model.cache is None else weakref.ref(self.model.cache)
-        device = self.device = decoder.target.device
-        R, G = cache.rows, decoder.gamma
-        kept = None if self.model is None else self.model.network.head_ids
-        whole = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=device)  # noqa: E731
-        self.text = Text(whole(R, cache.slots + G + 1), whole(R) + 1, whole(R))
-        self.gamma = 0 if self.model is None else min(G, self.model.gamma)
-        """Most tokens drafted by the model; guesses may be longer."""
-        self.limit_R, self.cap_R = whole(R), whole(R) + self.gamma
-        self.u_RN = torch.zeros(R, 2 * G + 1, dtype=torch.float64, device=device)
-        self.guess_RG, self.guesses_R = whole(R, G), whole(R)
-        self.proposal = Proposal(whole(R, G), whole(R), ids_K=kept)
-        self.report_R = whole(R, 3 + G)
+        super().__init__(decoder, cache)
+        device, R, G = self.device, cache.rows, decoder.gamma
         # Nothing that the host decides depends on the last report.
         self.blind = self.guesser is None and (self.model is None or isinstance(self.model.policy, FixedGamma))
         self.lag = lag_of(device) if self.blind else 0
@@ -166,10 +66,6 @@ class StaticRounds:
         self._turn = 0
         self.warm_s = self._warm_before = 0.0
         """Seconds of compiling and capturing, in no round's time."""
-
-    def fits(self, cache: StaticCache) -> bool:
-        """Whether the buffers of the programs are still those of the caches."""
-        return cache is self.cache and (self._draft_cache is None or (self.model is not None and self.model.cache is self._draft_cache()))
 
     def close(self) -> None:
         """Let programs go: they hold the caches."""
@@ -187,73 +83,11 @@ class StaticRounds:
     def _pinned(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    # -- the programs -------------------------------------------------------------------------------------------------------
-
-    def _draft(self, g: int, window: int, law: Law) -> None:
-        """The draft block of every row, into the proposal's buffers. The first step reads the last two tokens: after a wholly accepted
-        block the draft has not read the last but one, and otherwise reading it again changes nothing."""
-        assert self.model is not None and self.model.cache is not None
-        network, text = self.model.network, self.text
-        cache = _narrow(self.model.cache, window)
-        # Rows past the draft's context propose nothing; they compute inside it.
-        ends_R = text.length_B.clamp_max(cache.slots - g)
-        start_R = (ends_R - 2).clamp_min(0)
-        ids_R2 = text.ids_BS.gather(1, start_R[:, None] + torch.arange(2, device=self.device))
-        room_R = torch.minimum(self.limit_R - text.length_B - 1, network.max_positions + 1 - text.length_B)
-        counts_R = torch.minimum(self.cap_R, room_R).clamp(0, g)
-        made, _ = draft_block(
-            network, cache, ids_R2, start_R, ends_R - 1 - start_R, ends_R, counts_R, g, law, self.u_RN, text if law.needs_text else None,
-            min_confidence=self.model.min_confidence,
-        )  # fmt: skip
-        kept = self.proposal
-        kept.tokens_BG[:, :g] = made.tokens_BG
-        kept.counts_B.copy_(made.counts_B)
-        if made.q_BGK is not None and made.q_drawn_BG is not None:
-            assert kept.q_BGK is not None and kept.q_drawn_BG is not None
-            kept.q_BGK[:, :g] = made.q_BGK
-            kept.q_drawn_BG[:, :g] = made.q_drawn_BG
-
-    def _verify(self, g: int, window: int, law: Law) -> None:
-        """Verify, accept, and move every row on; what happened goes into the report."""
-        text, G = self.text, self.decoder.gamma
-        length_R = text.length_B
-        ids_RG1 = text.ids_BS.gather(1, (length_R - 1)[:, None])
-        proposal = self._offered(g, law) if g else None
-        if proposal is not None:
-            ids_RG1 = torch.cat([ids_RG1, proposal.tokens_BG], 1)
-            text.ids_BS.scatter_(1, length_R[:, None] + torch.arange(g, device=self.device), proposal.tokens_BG)
-        cache = _narrow(self.cache, window)
-        # Slots whose text has ended may stand anywhere; they compute inside the window, too.
-        start_R = (length_R - 1).clamp_max(cache.slots - g - 1)
-        scores = verify(self.decoder.target, cache, ids_RG1, start_R, law, text if law.needs_text else None)
-        accepted_R, next_R = accept(scores, proposal, law, self.u_RN[:, G:], simulate=self.decoder.simulate)
-        text.ids_BS.scatter_(1, (length_R + accepted_R)[:, None], next_R[:, None])
-        self.report_R[:, 0], self.report_R[:, 1] = accepted_R, next_R
-        self.report_R[:, 2] = 0 if proposal is None else proposal.counts_B
-        if proposal is not None:
-            self.report_R[:, 3 : 3 + g] = proposal.tokens_BG
-        length_R.add_(torch.where(length_R < self.limit_R, accepted_R + 1, 0))
-
-    def _offered(self, g: int, law: Law) -> Proposal:
-        """What the model drafted and the guesser guessed, merged row by row."""
-        made = self.proposal
-        tokens, counts = made.tokens_BG[:, :g], made.counts_B
-        drawn, q = (
-            (None, None) if law.greedy or made.q_BGK is None or made.q_drawn_BG is None else (made.q_drawn_BG[:, :g], made.q_BGK[:, :g])
-        )
-        certain = None
-        if self.guesser is not None:
-            certain = self.guesses_R > 0
-            tokens = torch.where(certain[:, None], self.guess_RG[:, :g], tokens)
-            counts = torch.where(certain, self.guesses_R, counts)
-            drawn = None if drawn is None else torch.where(certain[:, None], 1.0, drawn)
-        return Proposal(tokens, counts, drawn, q, made.ids_K, certain)
-
     def _program(self, kind: Literal["draft", "verify"], g: int, window: int, key: Any) -> Program:
         name = (kind, g, window, key)
         if name not in self.programs:
             p_law, q_law = self.laws[key]
-            body, law = (self._draft, q_law) if kind == "draft" else (self._verify, p_law)
+            body, law = (self.draft, q_law) if kind == "draft" else (self.verify, p_law)
             self.programs[name] = Program(
                 lambda: body(g, window, law), compiled=self.decoder.asked_backend == "compile", captured=self.device.type == "cuda",
                 keep=[self.text.ids_BS, self.text.length_B],
@@ -445,21 +279,6 @@ class StaticRounds:
         if self.guesser is not None and self.guesser.guesses([item.row], [limit])[0]:
             return self.guesser.name
         return "none" if self.model is None else self.model.caps([item.row], [limit])[1][0]
-
-
-def _of_its_own(body: Callable[[], None]) -> Callable[[], None]:
-    """The function with a code object of its own: torch.compile counts recompilations by code object, and gives up at a few."""
-    assert isinstance(body, types.FunctionType)
-    return types.FunctionType(body.__code__.replace(), body.__globals__, body.__name__, body.__defaults__, body.__closure__)
-
-
-def _narrow(cache: StaticCache, slots: int) -> StaticCache:
-    """The first ``slots`` slots of a cache, sharing memory."""
-    part = copy.copy(cache)
-    part.slots = min(slots, cache.slots)
-    part.keys = [k[:, :, : part.slots] for k in cache.keys]
-    part.values = [v[:, :, : part.slots] for v in cache.values]
-    return part
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

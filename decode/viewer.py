@@ -29,8 +29,9 @@ def show(target: str, draft: str | None, prompts: str | Sequence[str], *, gamma:
         sha256: expected hash when the target is a wheel or a GGUF file.
         sampling: fields of ``Sampling``; temperature 0 unless given.
     """
-    from draftstill.decode.engine import Decoder, Request
+    from draftstill.decode.engine import Decoder
     from draftstill.decode.pairs import open_pair
+    from draftstill.decode.requests import Request
     from draftstill.decode.sampling import Sampling
     from draftstill.decode.shapes import is_random
     from draftstill.progress import is_live, say

@@ -32,6 +32,7 @@ from draftstill.decode import (
     Request,
     Sampling,
     engine,
+    programs,
     static,
     theory,
 )
@@ -98,8 +99,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
     """Static rounds as plain Python, wherever a test asks for the backend ``static``."""
-    monkeypatch.setattr(static.torch, "compile", lambda body, **options: body)
-    monkeypatch.setattr(static, "packed", lambda *networks: False)  # these need no tracing
+    monkeypatch.setattr(programs.torch, "compile", lambda body, **options: body)
+    monkeypatch.setattr(programs, "packed", lambda *networks: False)  # these need no tracing
 
 
 @pytest.fixture(scope="module")
@@ -828,7 +829,7 @@ def test_draft_steps_that_led_to_no_proposal_are_counted(monkeypatch, target, ba
 def test_compiling_is_in_no_round(monkeypatch, target):
     """The first call's rounds take as long as the second's; what compiling took stands apart, in ``warm_s``."""
     clock, one = on_a_clock(monkeypatch, target, "static", 4, 1.0, 0.5)
-    monkeypatch.setattr(static.Program, "prepare", clock.takes(100.0, static.Program.prepare))
+    monkeypatch.setattr(programs.Program, "prepare", clock.takes(100.0, programs.Program.prepare))
     one._static = None
     (first,), (second,) = (one.run([Request(prompt_of(9), 10)]) for _ in range(2))
     assert first.engine["warm_s"] >= 200.0 and second.engine["warm_s"] == 0.0

@@ -17,6 +17,7 @@ from draftstill.decode import (
     Sampling,
     bigram_table,
     make_network,
+    programs,
     static,
 )
 from draftstill.decode.trace import check
@@ -36,8 +37,8 @@ SAMPLINGS = {
 @pytest.fixture
 def uncompiled(monkeypatch):
     """The loop and its programs as plain Python."""
-    monkeypatch.setattr(static.torch, "compile", lambda body, **options: body)
-    monkeypatch.setattr(static, "packed", lambda *networks: False)  # these need no tracing
+    monkeypatch.setattr(programs.torch, "compile", lambda body, **options: body)
+    monkeypatch.setattr(programs, "packed", lambda *networks: False)  # these need no tracing
 
 
 def make_drafter(name, target):
@@ -90,7 +91,7 @@ def test_static_rounds_equal_eager_ones(uncompiled, monkeypatch, target, name, l
 @pytest.mark.parametrize("law", ["greedy", "sampled", "mixed"])
 def test_programs_compile_whole(monkeypatch, target, law):
     """fullgraph: no host read and no branch on a value in a whole round. One program a size and window, whatever the lengths."""
-    monkeypatch.setattr(static, "COMPILE", {**static.COMPILE, "backend": "aot_eager"})
+    monkeypatch.setattr(programs, "COMPILE", {**programs.COMPILE, "backend": "aot_eager"})
     plainly = lambda model: Network(model, pack_weights=False)  # noqa: E731
     decoder = Decoder(plainly(target), ModelDrafter(plainly(noised(target, 0.3)), 3), rows=2, eos=[11], backend="compile")
     plain = Decoder(Network(target), make_drafter("model", target), rows=2, eos=[11], backend="eager")
@@ -107,7 +108,7 @@ def test_asking_for_graphs_without_cuda_is_said(target):
     class Other(LookupDrafter.__mro__[1].__mro__[-1]):  # a drafter of no known kind
         gamma = 2
 
-    assert "static form" in static.fallback("compile", Network(target), Other())
+    assert "static form" in programs.fallback("compile", Network(target), Other())
     if Network(target).packed:
         (trace,) = Decoder(Network(target), backend="compile").run([Request([1, 2], 3)])
         assert trace.engine["backend"] == "eager" and "pack_weights=False" in trace.engine["fallback"]
