@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow bench-decode bench-gpu lint docs clean
+.PHONY: help venv demo test test-slow bench-decode bench-distill bench-gpu bench-recording lint docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,9 +27,15 @@ test-slow: venv  ## Run the tests that take minutes, too
 bench-decode: .venv-bench/.installed  ## Time the decoder against transformers and flashspec: minutes
 	PYTHONPATH=.venv-bench $(BIN)/python -m tests.bench.decode $(BENCH)
 
+bench-distill: .venv-bench/.installed  ## Time the fused loss against whole logits, TRL and Liger: 8 minutes
+	PYTHONPATH=.venv-bench $(BIN)/python -m tests.bench.distill $(BENCH)
+
 bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m tests.bench.gpu $(BENCH)
+
+bench-recording: venv  ## Time recording against the bare target, reading against training: minutes
+	$(BIN)/python -m tests.bench.recording $(BENCH)
 
 # Types are checked on the built tree: only there do the top-level folders lie where they are imported from.
 lint: venv  ## Check style and types
@@ -60,6 +66,6 @@ clean:  ## Remove .venv and everything built; runs/ stays
 # The benchmark's peers are no dependency: they lie in a folder of their own, and what they need themselves is in .venv.
 .venv-bench/.installed: Makefile .venv/.installed
 	@rm -rf .venv-bench
-	@$(BIN)/python -m pip install -q --no-deps --target .venv-bench flashspec==0.3.1
+	@$(BIN)/python -m pip install -q --no-deps --target .venv-bench flashspec==0.3.1 trl==1.16.0 liger-kernel==0.8.5
 	@echo '*' > .venv-bench/.gitignore
 	@touch $@

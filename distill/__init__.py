@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftstill.distill.fused import STATS, Objective, Teacher, fused_loss
+    from draftstill.distill.fused import STATS, Confidence, Objective, Teacher, fused_loss, fused_tokens
+    from draftstill.distill.inspecting import inspect
     from draftstill.distill.prompts import Prompt, cut_prompts, encode, seed_of
-    from draftstill.distill.recorder import Hidden, TopK, record, score_texts
-    from draftstill.distill.recording import Recorded, Recording, inspect
+    from draftstill.distill.recorder import record
+    from draftstill.distill.recording import Recorded, Recording
     from draftstill.distill.responses import read_responses, respond
+    from draftstill.distill.scoring import Hidden, TopK, score_texts
+    from draftstill.distill.sources import Text
+    from draftstill.distill.weights import largest_gaps, prefix_confidence, runs, within
 
 _HOME = {
     "STATS": "fused", "Objective": "fused", "Teacher": "fused", "fused_loss": "fused", "Prompt": "prompts", "cut_prompts": "prompts",
-    "encode": "prompts", "seed_of": "prompts", "Hidden": "recorder", "TopK": "recorder", "record": "recorder", "score_texts": "recorder",
-    "Recorded": "recording", "Recording": "recording", "inspect": "recording", "read_responses": "responses", "respond": "responses",
+    "encode": "prompts", "seed_of": "prompts", "Hidden": "scoring", "TopK": "scoring", "record": "recorder", "score_texts": "scoring", "Text": "sources",
+    "Confidence": "fused", "fused_tokens": "fused", "largest_gaps": "weights", "prefix_confidence": "weights", "runs": "weights", "within": "weights",
+    "Recorded": "recording", "Recording": "recording", "inspect": "inspecting", "read_responses": "responses", "respond": "responses",
 }  # fmt: skip
 __all__ = [*_HOME]
 

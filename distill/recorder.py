@@ -1,202 +1,180 @@
-"""The recording stage: the target scores responses and corpus text, in one forward each, and keeps its laws."""
+"""The recording stage: the target scores texts from every source, in one forward each, and keeps its laws."""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from draftstill.corpus import prepare_corpus, read_documents
-from draftstill.decode import Network, load_target
-from draftstill.distill.prompts import encode, opening, seed_of
-from draftstill.distill.recording import write_manifest, write_shard
-from draftstill.distill.responses import SIDES, read_responses, respond
+from draftstill.corpus import prepare_corpus
+from draftstill.decode import Loaded, load_target
+from draftstill.distill.ranks import ranks
+from draftstill.distill.remote import send
+from draftstill.distill.responses import SIDES, respond
+from draftstill.distill.scoring import Hidden, Scorer, TopK, by_length, score, score_texts
+from draftstill.distill.shards import bytes_per_position, mark_of, write_manifest
+from draftstill.distill.sources import Materials, Text, describe, gather, responses
 from draftstill.errors import DraftstillError
-from draftstill.progress import Progress, say
-from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder
-from draftstill.stages import resolved_dtype, stages
+from draftstill.progress import duration, say
+from draftstill.recipe import Recipe, Record
+from draftstill.runfolder import RunFolder, read_json, write_json
+from draftstill.stages import content_of, resolved_device, resolved_dtype, stages
 from draftstill.vocabulary import template_hash, tokenizer_hash
 
-_SHORTEST = 32
-"""Tokens of a document piece worth a row of its own."""
-
-Text = tuple[list[int], int]
-"""Token ids and the first supervised position."""
+_PILOT_BATCHES = 3
+"""Forwards of the pilot: the first warms up, the others are timed."""
+_WORTH_A_PILOT = 16
+"""Forwards that a recording must have for a pilot that only estimates."""
 
 
 def record(recipe: Recipe, run: RunFolder) -> Path:
     """Write ``recording/train`` as the recipe says and ``recording/heldout`` as hidden states; returns the stage's folder.
 
-    The held-out side is always exact: alpha is measured on it at any temperature.
+    The held-out side is always exact: alpha is measured on it at any temperature. Under a launch of many processes each one makes its
+    part of responses and shards; all of them return when everything is there.
     """
+    here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["recording"]
-    responses = respond(recipe, run)
-    if stage.done:
+    written = respond(recipe, run)
+    done = stage.done
+    here.wait()  # before the main process moves anything
+    if done:
         return stage.folder
-    work = stage.begin()
+    if here.main:
+        stage.begin()
+    here.wait()
     target = load_target(recipe)
-    corpus = prepare_corpus(recipe, run)
-    texts = {"train": _interleave(_responses(responses, "train", recipe), _documents(recipe, corpus, target.tokenizer), recipe.seed),
-             "heldout": _responses(responses, "heldout", recipe)}  # fmt: skip
-    if not texts["train"]:
-        raise DraftstillError("there is nothing to record for training", key="record.document_tokens", value=recipe.record.document_tokens,
-                              mend="set respond.prompts or record.document_tokens above 0")  # fmt: skip
+    materials = Materials(recipe, target, prepare_corpus(recipe, run), written, stage.work, here)
+    texts = {"train": gather(materials), "heldout": list(responses(materials, "heldout"))}
+    pilot = _pilot(materials, texts)
     about = {
         "target": asdict(target.source), "dtype": resolved_dtype(recipe), "vocab": target.vocab, "hidden_size": target.network.hidden,
-        "revision": target.revision, "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
+        "revision": target.revision, "target_sha256": content_of(recipe.target.source) or recipe.target.sha256,
+        "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
         "sampler": recipe.respond.sampler.model_dump(),
     }  # fmt: skip
-    manifests = {}
+    sizes = {}
     for side in SIDES:
-        mode = recipe.record.mode if side == "train" else "hidden"
-        scorer: Scorer = TopK(target.network, recipe.record.top_k, recipe.record.temperature) if mode == "topk" else Hidden(target.network)
-        extra = {"top_k": min(recipe.record.top_k, target.vocab), "temperature": recipe.record.temperature} if mode == "topk" else {}
+        mode = pilot["mode"] if side == "train" else "hidden"
+        scorer = make_scorer(target, recipe.record, mode) if side == "train" else Hidden(target.network)
+        made_from = {**about, "mode": mode, **_settings(recipe.record, mode, target.vocab, side)}
         label = "record" if side == "train" else "record held-out"
-        score_texts(texts[side], scorer, work / side, recipe.record.batch_size, recipe.record.shard_sequences, label)
-        manifests[side] = write_manifest(work / side, {**about, "mode": mode, **extra})
-    sizes = {side: {k: m[k] for k in ("sequences", "positions", "bytes")} for side, m in manifests.items()}
-    folder = stage.finish(sizes=sizes, mode=recipe.record.mode)
-    train = sizes["train"]
-    say(
-        f"  recording: {train['positions']:,} positions, {train['bytes'] / 2**20:,.0f} MiB ({train['bytes'] / train['positions']:.0f} bytes each)"
-    )
-    return folder
+        folder, settings = stage.work / side, recipe.record
+        score_texts(texts[side], scorer, folder, settings.batch_size, settings.shard_sequences, label, mark=mark_of(made_from), here=here)
+        here.wait()
+        if here.main:
+            manifest = write_manifest(
+                folder, made_from, kinds=describe(texts[side]), **({"auto": pilot["auto"]} if side == "train" else {})
+            )
+            sizes[side] = {k: manifest[k] for k in ("sequences", "positions", "bytes")}
+            if recipe.record.mirror:
+                for path in [*sorted(folder.glob("shard-*")), folder / "manifest.json"]:
+                    send(path, f"{recipe.record.mirror.rstrip('/')}/{side}")
+    if here.main:
+        stage.finish(sizes=sizes, mode=pilot["mode"], kinds=describe(texts["train"]), pilot=pilot)
+        train = sizes["train"]
+        each = train["bytes"] / max(1, train["positions"])
+        say(f"  recording: {train['positions']:,} positions, {train['bytes'] / 2**20:,.0f} MiB ({each:.0f} bytes each)")
+    here.wait()
+    return stage.folder
 
 
-def _responses(folder: Path, side: str, recipe: Recipe) -> list[Text]:
-    """Prompt and response as one text. The held-out side is supervised on what the target wrote alone: alpha is measured there."""
-    limit = recipe.record.sequence_length
-    texts = []
-    for row in read_responses(folder, side):
-        ids = [*row["prompt"], *row["response"]]
-        if row["finish"] == "eos":
-            ids.pop()  # nobody asks what follows the end
-        start = row["supervised_from"] if side == "train" else len(row["prompt"]) - 1
-        ids = ids[:limit]
-        if start < len(ids):  # else the whole response lies behind the cut
-            texts.append((ids, start))
-    return texts
+def make_scorer(target: Loaded, settings: Record, mode: str) -> Scorer:
+    """What the training side is recorded with."""
+    if mode == "hidden":
+        return Hidden(target.network, settings.hidden_bits)
+    return TopK(target.network, settings.top_k, settings.temperature, settings.kept_mass, settings.logp_bits)
 
 
-def _documents(recipe: Recipe, corpus: Path, tokenizer: Any) -> list[Text]:
-    """Pieces of training documents, in an order that takes from everywhere, until document_tokens are reached."""
-    wanted, length = recipe.record.document_tokens, recipe.record.sequence_length
-    if not wanted:
-        return []
-    first = opening(tokenizer)
-    pieces: list[tuple[int, list[int]]] = []
-    for document in read_documents(corpus, "train"):
-        ids = encode(tokenizer, document.text)
-        step = length - len(first)
-        for at in range(0, len(ids), step):
-            if len(piece := ids[at : at + step]) >= _SHORTEST:
-                pieces.append((seed_of(recipe.seed, "piece", document.id, at), [*first, *piece]))
-    pieces.sort(key=lambda p: p[0])
-    texts: list[Text] = []
-    taken = 0
-    for _, piece in pieces:
-        if taken >= wanted:
-            break
-        texts.append((piece[: wanted - taken], 0))
-        taken += len(piece)
-    if taken < wanted:
-        say(f"  record.document_tokens: the training documents hold {taken:,} tokens, not {wanted:,}")
-    return [t for t in texts if len(t[0]) >= 2]
+def _settings(settings: Record, mode: str, vocab: int, side: str) -> dict[str, Any]:
+    """What a reader must know of how laws were packed."""
+    if mode == "hidden":
+        return {"hidden_bits": settings.hidden_bits if side == "train" else None}
+    return {"top_k": min(settings.top_k, vocab), "temperature": settings.temperature, "kept_mass": settings.kept_mass,
+            "logp_bits": settings.logp_bits}  # fmt: skip
 
 
-def _interleave(responses: list[Text], documents: list[Text], seed: int) -> list[Text]:
-    both = [*responses, *documents]
-    return [both[i] for i in sorted(range(len(both)), key=lambda i: seed_of(seed, "sequence", i))]
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a pilot found."""
+
+    tokens: int
+    seconds_per_token: float
+    kept: float
+    """Mean ids kept per law."""
+    tail: float
+    """Mean tail mass."""
 
 
-class Scorer(Protocol):
-    """From final hidden states [N, H] of ``network`` to the columns of a shard, each [N, ...]."""
+def _pilot(materials: Materials, texts: dict[str, list[Text]]) -> dict[str, Any]:
+    """Decide the mode and say what is coming. Written down, so that a later attempt goes on in the same mode.
 
-    network: Network
-
-    def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]: ...
-
-
-@dataclass
-class TopK:
-    """K most probable ids with log-probabilities, and the exact mass of all others, at a temperature."""
-
-    network: Network
-    k: int
-    temperature: float = 1.0
-    rows: int = 128
-    """Positions per block of logits, so that they stay in cache."""
-
-    def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]:
-        vocab = self.network.vocab
-        k = min(self.k, vocab)
-        parts: list[tuple[Tensor, ...]] = []
-        for at in range(0, len(hidden_NH), self.rows):
-            z = self.network.logits(hidden_NH[at : at + self.rows]) / self.temperature
-            normaliser = z.logsumexp(-1, keepdim=True)
-            top, ids = z.topk(k, -1)
-            logp = top - normaliser
-            # What was kept is blanked and the rest summed: 1 - sum(kept) would lose a thin tail to cancellation.
-            rest = z.scatter_(1, ids, -torch.inf).logsumexp(-1) - normaliser.squeeze(1)
-            tail = rest.exp() if k < vocab else torch.zeros(len(z), device=z.device)
-            parts.append((ids.to(torch.int32), logp.half(), tail))
-        ids, logp, tail = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
-        return {"ids": ids.to(torch.uint16) if vocab <= 1 << 16 else ids, "logp": logp, "tail": tail}
-
-
-@dataclass
-class Hidden:
-    """The final hidden states themselves."""
-
-    network: Network
-
-    def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]:
-        return {"hidden": hidden_NH.cpu()}
-
-
-@torch.inference_mode()
-def score_batch(network: Network, texts: Sequence[Text]) -> Tensor:
-    """Final hidden states of a batch of texts, padding dropped, [N, H] in the texts' order."""
-    width = max(len(ids) for ids, _ in texts)
-    padded = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids, _ in texts], device=network.device)
-    cache = network.new_cache(len(texts), width)
-    hidden = network.forward(padded, cache, [0] * len(texts))
-    return torch.cat([h[: len(ids)] for h, (ids, _) in zip(hidden, texts, strict=True)])
-
-
-def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int, per_shard: int, label: str) -> None:
-    """Score texts into shards; whole shards of an earlier attempt are kept.
-
-    A shard's rows are batched by length among themselves, so what it holds does not depend on where an attempt stopped.
+    Raises:
+        DraftstillError: the disk has not the room.
     """
-    total = sum(len(ids) for ids, _ in texts)
-    with Progress(label, total, "tokens") as progress:
-        done = 0
-        for number, first in enumerate(range(0, len(texts), per_shard)):
-            group = texts[first : first + per_shard]
-            path = folder / f"shard-{number:05d}.safetensors"
-            size = sum(len(ids) for ids, _ in group)
-            if not path.exists():
-                order = sorted(range(len(group)), key=lambda i: (len(group[i][0]), i))
-                columns: list[dict[str, Tensor] | None] = [None] * len(group)
-                for at in range(0, len(order), batch):
-                    rows = order[at : at + batch]
-                    with torch.inference_mode():
-                        scored = scorer(score_batch(scorer.network, [group[i] for i in rows]))
-                    for i, piece in zip(rows, _split(scored, [len(group[i][0]) for i in rows]), strict=True):
-                        columns[i] = piece
-                    progress.update(done + sum(len(group[i][0]) for i in order[: at + batch]))
-                whole = {name: torch.cat([c[name] for c in columns if c is not None]) for name in (columns[0] or {})}
-                write_shard(path, [ids for ids, _ in group], [start for _, start in group], whole)
-            done += size
-            progress.update(done)
+    path, here, settings = materials.work / "pilot.json", materials.here, materials.recipe.record
+    if here.main and not path.exists():
+        found = measure(texts["train"], materials.target, settings) if _worth_it(texts["train"], settings) else None
+        mode, auto = settings.mode, None
+        if mode == "auto":
+            assert found is not None
+            mode = "topk" if found.tail < settings.auto_tail else "hidden"
+            auto = {"mode": mode, "mean_tail": round(found.tail, 6), "auto_tail": settings.auto_tail, "pilot_tokens": found.tokens}
+            say(f"  record.mode auto: {mode}, because the mean tail of {found.tokens:,} pilot tokens is {found.tail:.4f}, "
+                f"{'under' if mode == 'topk' else 'not under'} record.auto_tail {settings.auto_tail:g}")  # fmt: skip
+        size = _size(texts, materials.target, settings, mode, found)
+        free = shutil.disk_usage(materials.work).free
+        if found is not None:
+            seconds = sum(len(t.ids) for side in texts.values() for t in side) * found.seconds_per_token / here.world
+            say(f"  record: about {size / 2**20:,.0f} MiB and {duration(seconds)}, by a pilot of {found.tokens:,} tokens; "
+                f"the disk has {free / 2**30:,.1f} GiB free")  # fmt: skip
+        if size > free:
+            problem = f"the recording needs about {size / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free"
+            raise DraftstillError(problem, key="run_dir", value=materials.recipe.run_dir,
+                                  mend="free some, lower record.top_k or record.kept_mass, or give another run_dir")  # fmt: skip
+        write_json(path, {"mode": mode, "auto": auto, "estimated_bytes": round(size)})
+    here.wait()
+    pilot: dict[str, Any] = read_json(path)
+    return pilot
 
 
-def _split(columns: dict[str, Tensor], lengths: list[int]) -> list[dict[str, Tensor]]:
-    parts = {name: column.split(lengths) for name, column in columns.items()}
-    return [{name: parts[name][i] for name in parts} for i in range(len(lengths))]
+def _worth_it(texts: Sequence[Text], settings: Record) -> bool:
+    return settings.mode == "auto" or len(texts) >= _WORTH_A_PILOT * settings.batch_size
+
+
+def measure(texts: Sequence[Text], target: Loaded, settings: Record) -> Measured:
+    """Score a few batches from all over the texts."""
+    step = max(1, len(texts) // (_PILOT_BATCHES * settings.batch_size))
+    sample = list(texts[::step][: _PILOT_BATCHES * settings.batch_size])
+    scorer = make_scorer(target, settings, "topk" if settings.mode != "hidden" else "hidden")
+    tails, counts, seconds, timed = [], [], 0.0, 0
+    batches = by_length(sample, settings.batch_size)
+    for number, rows in enumerate(batches):
+        started = time.perf_counter()
+        for column in score([sample[i] for i in rows], scorer):
+            if "tail" in column:
+                known = column["count"] > 0
+                tails.append(column["tail"][known])
+                counts.append(column["count"][known])
+        if number or len(batches) == 1:
+            seconds += time.perf_counter() - started
+            timed += sum(len(sample[i].ids) for i in rows)
+    mean = lambda parts: float(torch.cat(parts).double().mean()) if parts else 0.0  # noqa: E731
+    return Measured(sum(len(t.ids) for t in sample), seconds / timed, mean(counts), mean(tails))
+
+
+def _size(texts: dict[str, list[Text]], target: Loaded, settings: Record, mode: str, found: Measured | None) -> float:
+    """Bytes of both sides."""
+    own = target.network.embed.element_size()
+    count = settings.top_k if found is None or not found.kept else found.kept
+    width = {None: own, 8: 1.125, 16: 2}[settings.hidden_bits]
+    common = {"vocab": target.vocab, "hidden": target.network.hidden, "logp_bits": settings.logp_bits}
+    train = bytes_per_position(mode=mode, top_k=count, hidden_bytes=width, **common)
+    heldout = bytes_per_position(mode="hidden", top_k=0, hidden_bytes=own, **common)
+    positions = {side: sum(len(t.ids) for t in group) for side, group in texts.items()}
+    return positions["train"] * train + positions["heldout"] * heldout

@@ -1,20 +1,14 @@
 """A recording on disk: the target's token distributions along sequences, memory-mapped and random access by sequence.
 
-A folder holds ``manifest.json`` and safetensors shards. Each shard has, for its S sequences of together N positions,
-
-    tokens   int32 [N]      the text; position t holds the law of token t+1 given tokens 0..t
-    offsets  int64 [S+1]    sequence s is positions offsets[s] .. offsets[s+1]-1
-    start    int32 [S]      first supervised position of each sequence, counted from its beginning
-    topk:    ids int32 or uint16 [N, K] by falling probability, logp float16 [N, K], tail float32 [N] (exact, not renormalised)
-    hidden:  hidden [N, H] in the target's dtype, from which the target's own head gives all of p
-
-docs/recording.md has the format in full.
+A folder holds ``manifest.json`` and safetensors shards; docs/recording.md has the format in full. A shard's sequences stand one behind
+the other: position t of a sequence holds the law of token t+1 given tokens 0..t, unless nothing is learnt there.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import contextlib
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from draftstill.distill.packing import decode_falls, decode_hidden, spread, unpack_ids
+from draftstill.distill.remote import fetch, is_remote
+from draftstill.distill.shards import AGAIN, FORMAT, KINDS, read_info, write_manifest, write_shard
 from draftstill.errors import DraftstillError
-from draftstill.runfolder import hash_file, read_json, save_tensors, write_json
+from draftstill.runfolder import hash_file, read_json
 
-FORMAT = 1
+__all__ = ["Recorded", "Recording", "manifests", "write_manifest", "write_shard"]
+
+
+_OPEN_SHARDS = 256
+"""Shards mapped at once: a process has about 65,000 mappings, and a large recording more shards than that."""
 
 
 @dataclass(slots=True)
@@ -35,38 +36,30 @@ class Recorded:
 
     tokens: Tensor
     start: int
+    """First supervised position."""
     ids: Tensor | None = None
+    """[N, K] by falling probability; -1: unused place."""
     p: Tensor | None = None
+    """[N, K], 0 in unused places."""
     tail: Tensor | None = None
+    """[N], mass of all ids that were not kept; 1 at a position whose law was not recorded."""
+    lse: Tensor | None = None
+    """[N], log-normaliser: logit / temperature = log p + lse; 0 at a position whose law was not recorded."""
     hidden: Tensor | None = None
+    mask: Tensor | None = None
+    """Supervised positions, bool [N]; None: all from ``start`` on."""
 
-
-def write_shard(path: Path, tokens: Sequence[Sequence[int]], starts: Sequence[int], columns: dict[str, Tensor]) -> None:
-    """Write whole sequences; ``columns`` are [N, ...] in the order of the concatenated tokens."""
-    lengths = torch.tensor([0, *(len(t) for t in tokens)], dtype=torch.int64)
-    flat = torch.tensor([t for s in tokens for t in s], dtype=torch.int32)
-    save_tensors(path, {"tokens": flat, "offsets": lengths.cumsum(0), "start": torch.tensor(list(starts), dtype=torch.int32), **columns})
-
-
-def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """List the shards with sizes and checksums beside what the laws were made from."""
-    shards: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, "pt") as file:
-            offsets = file.get_tensor("offsets")
-        shards.append({"file": path.name, "sequences": len(offsets) - 1, "positions": int(offsets[-1]), "bytes": path.stat().st_size,
-                       "sha256": hash_file(path)})  # fmt: skip
-    total = {k: sum(s[k] for s in shards) for k in ("sequences", "positions", "bytes")}
-    manifest = {"format": FORMAT, **about, **total, "shards": shards}
-    write_json(folder / "manifest.json", manifest)
-    return manifest
+    @property
+    def rows(self) -> Tensor:
+        """Supervised positions, ascending."""
+        return torch.arange(self.start, len(self.tokens)) if self.mask is None else self.mask.nonzero().squeeze(1)
 
 
 class Recording:
     """Read access to a recording.
 
     Args:
-        folder: with manifest.json.
+        folder: with manifest.json; an fsspec address is fetched into the cache first.
         verify: compare every shard with its checksum first.
 
     Raises:
@@ -74,7 +67,7 @@ class Recording:
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
-        self.folder = Path(folder)
+        self.folder = fetch(str(folder)) if is_remote(folder) else Path(folder)
         if not (self.folder / "manifest.json").exists():
             raise DraftstillError(f"{self.folder} holds no recording (no manifest.json)", mend="make one with: draftstill distill RECIPE")
         self.manifest = read_json(self.folder / "manifest.json")
@@ -83,22 +76,30 @@ class Recording:
                 f"{self.folder} has recording format {self.manifest.get('format')}; this version reads {FORMAT}", mend="record again"
             )
         self._ends: list[int] = []
-        self._files: list[Any] = []
-        count = 0
-        for shard in self.manifest["shards"]:
-            path = self.folder / shard["file"]
-            if not path.exists():
+        self._offsets: list[list[int]] = []
+        self._starts: list[list[int]] = []
+        self._mapped: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        for number, shard in enumerate(self.manifest["shards"]):
+            self._check(shard, verify)
+            columns = self.columns(number)
+            self._ends.append((self._ends[-1] if self._ends else 0) + shard["sequences"])
+            self._offsets.append(columns["offsets"].tolist())
+            self._starts.append(columns["start"].tolist())
+            if len(self._starts[-1]) != shard["sequences"] or self._offsets[-1][-1] != shard["positions"]:
                 raise DraftstillError(
-                    f"the shard {shard['file']} is missing from {self.folder}", mend="delete the recording's folder and record again"
+                    f"the shard {shard['file']} in {self.folder} holds other sequences than its manifest says", mend=AGAIN
                 )
-            if path.stat().st_size != shard["bytes"] or (verify and hash_file(path) != shard["sha256"]):
-                raise DraftstillError(f"the shard {shard['file']} in {self.folder} is not the one that was recorded (size or checksum differ)",
-                                      mend="delete the recording's folder and record again")  # fmt: skip
-            count += shard["sequences"]
-            self._ends.append(count)
-            self._files.append(safe_open(path, "pt"))
-        self._offsets = [f.get_tensor("offsets").tolist() for f in self._files]
-        self._starts = [f.get_tensor("start").tolist() for f in self._files]
+
+    def _check(self, shard: dict[str, Any], verify: bool) -> None:
+        path = self.folder / shard["file"]
+        if not path.exists():
+            raise DraftstillError(f"the shard {shard['file']} is missing from {self.folder}", mend=AGAIN)
+        if path.stat().st_size != shard["bytes"] or (verify and hash_file(path) != shard["sha256"]):
+            raise DraftstillError(f"the shard {shard['file']} in {self.folder} is not the one that was recorded (size or checksum differ)",
+                                  mend=AGAIN)  # fmt: skip
+        if (mark := read_info(path).get("mark")) and mark != self.manifest.get("mark"):
+            raise DraftstillError(f"the shard {shard['file']} in {self.folder} belongs to another recording (another target, tokenizer, sampler or "
+                                  "setting)", mend=AGAIN)  # fmt: skip
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -106,6 +107,20 @@ class Recording:
     @property
     def mode(self) -> str:
         return self.manifest["mode"]
+
+    @property
+    def shards(self) -> int:
+        return len(self._ends)
+
+    def columns(self, shard: int) -> dict[str, Tensor]:
+        """A shard's tensors; memory-mapped, so that only what is looked at is read."""
+        if shard not in self._mapped:
+            with safe_open(self.folder / self.manifest["shards"][shard]["file"], "pt") as file:
+                self._mapped[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            if len(self._mapped) > _OPEN_SHARDS:
+                self._mapped.popitem(last=False)
+        self._mapped.move_to_end(shard)
+        return self._mapped[shard]
 
     def length(self, index: int) -> int:
         """Positions of one sequence."""
@@ -117,6 +132,18 @@ class Recording:
         shard, row = self._find(index)
         return self._starts[shard][row]
 
+    def kind(self, index: int) -> str:
+        """Where one sequence comes from."""
+        shard, row = self._find(index)
+        return KINDS[int(self.columns(shard)["kind"][row])]
+
+    def supervised(self, index: int) -> int:
+        """Supervised positions of one sequence."""
+        shard, row = self._find(index)
+        first, end = self._offsets[shard][row : row + 2]
+        mask = self.columns(shard).get("supervised")
+        return max(0, end - first - self._starts[shard][row]) if mask is None else int(mask[first:end].sum())
+
     def _find(self, index: int) -> tuple[int, int]:
         shard = bisect.bisect_right(self._ends, index)
         return shard, index - (self._ends[shard - 1] if shard else 0)
@@ -125,48 +152,50 @@ class Recording:
         if not 0 <= index < len(self):
             raise IndexError(index)
         shard, row = self._find(index)
-        file = self._files[shard]
+        columns = self.columns(shard)
         part = slice(self._offsets[shard][row], self._offsets[shard][row + 1])
-        take = lambda name: file.get_slice(name)[part]  # noqa: E731
-        tokens, start = take("tokens").long(), self._starts[shard][row]
+        mask = columns["supervised"][part].bool() if "supervised" in columns else None
+        item = Recorded(columns["tokens"][part].long(), self._starts[shard][row], mask=mask)
         if self.mode == "hidden":
-            return Recorded(tokens, start, hidden=take("hidden"))
-        return Recorded(tokens, start, take("ids").to(torch.int64), take("logp").float().exp(), take("tail"))
+            hidden = columns["hidden"][part]
+            item.hidden = decode_hidden(hidden, columns["scale"][part]) if "scale" in columns else hidden.clone()
+            return item
+        first, end = columns["entries"][row : row + 2].tolist()
+        item.ids, item.p, item.tail = self._laws(columns, part, slice(first, end))
+        item.lse = columns["lse"][part].clone() if "lse" in columns else None
+        return item
+
+    def _laws(self, columns: dict[str, Tensor], part: slice, kept: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [N, K], p [N, K] and tail [N] of some positions, whose kept ids are ``kept``."""
+        tail = columns["tail"][part].clone()
+        used = torch.arange(self.manifest["top_k"]) < columns["count"][part].to(torch.int64)[:, None]
+        ids, code = spread(unpack_ids(columns["ids"][kept]), used, -1), spread(columns["logp"][kept], used)
+        p = decode_falls(code, used, tail) if code.dtype == torch.uint8 else code.float().exp() * used
+        return ids, p, tail
 
     def token_weights(self, vocab: int) -> Tensor:
         """How often each id stands in the text plus how much recorded probability it has, [vocab] float64."""
         weights = torch.zeros(vocab, dtype=torch.float64)
-        for file in self._files:
-            weights += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)[:vocab]
+        for shard in range(self.shards):
+            columns = self.columns(shard)
+            weights += torch.bincount(columns["tokens"].long(), minlength=vocab)[:vocab]
             if self.mode == "topk":
-                ids, p = file.get_tensor("ids").to(torch.int64), file.get_tensor("logp").double().exp()
-                weights.index_add_(0, ids.flatten(), p.flatten())
+                ids, p, _ = self._laws(columns, slice(None), slice(None))
+                weights.index_add_(0, ids.clamp_min(0).flatten(), p.double().flatten())
         return weights
 
 
-def inspect(path: Path) -> str:
-    """What ``draftstill recording inspect`` prints; verifies every checksum."""
+def manifests(path: str | Path) -> list[Path]:
+    """Folders of all recordings at or under ``path``.
+
+    Raises:
+        DraftstillError: there is none.
+    """
+    if is_remote(path):
+        with contextlib.suppress(DraftstillError):
+            return [fetch(str(path))]
+        return [fetch(f"{path}/{side}") for side in ("train", "heldout")]
     folders = [p.parent for p in sorted(Path(path).glob("**/manifest.json"))]
     if not folders:
         raise DraftstillError(f"{path} holds no recording (no manifest.json)", mend="give the recording folder of a run")
-    return "\n\n".join(_describe(f) for f in folders)
-
-
-def _describe(folder: Path) -> str:
-    recording = Recording(folder)
-    m = recording.manifest
-    lines = [
-        f"{folder}",
-        f"  mode        {m['mode']}" + (f", K = {m['top_k']}, temperature {m['temperature']}" if m["mode"] == "topk" else ""),
-        f"  target      {m['target']['name']} ({m['dtype']}), {m['vocab']:,} real tokens",
-        f"  content     {m['sequences']:,} sequences, {m['positions']:,} positions in {len(m['shards'])} shards",
-        f"  size        {m['bytes'] / 2**20:,.1f} MiB, {m['bytes'] / max(1, m['positions']):,.0f} bytes per position",
-        "  checksums   all right",
-    ]
-    if m["mode"] == "topk":
-        tails = torch.cat([f.get_tensor("tail") for f in recording._files]).double()
-        lines.append(
-            f"  tail mass   mean {tails.mean():.4f}, 90th percentile {tails.quantile(0.9) if len(tails) < 1 << 24 else float('nan'):.4f}"
-        )
-        lines.append(f"  so alpha measured on it is known to within {tails.mean():.4f}, on average, from above")
-    return "\n".join(lines)
+    return folders

@@ -10,11 +10,12 @@ from typing import Any
 
 from draftstill.corpus import prepare_corpus, read_documents
 from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
+from draftstill.distill.ranks import ranks
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder, read_json, write_json
-from draftstill.stages import stages
+from draftstill.runfolder import RunFolder, Stage, read_json, write_json
+from draftstill.stages import resolved_device, stages
 
 SIDES = {"train": "train", "heldout": "validation"}
 """Name of a side of the responses and the recording: the corpus split it comes from."""
@@ -24,34 +25,51 @@ def respond(recipe: Recipe, run: RunFolder) -> Path:
     """Write responses for training and for held-out validation; returns the stage's folder.
 
     Each batch of ``respond.batch_size`` rows is one file, written when whole: a batch never depends on where an earlier attempt
-    stopped, so a resumed run ends with the same bytes.
+    stopped, so a resumed run ends with the same bytes. The processes of a launch share the batches out.
     """
+    here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["responses"]
+    if here.main:
+        prepare_corpus(recipe, run)
+    here.wait()
     corpus = prepare_corpus(recipe, run)
-    if stage.done:
+    done = stage.done
+    here.wait()  # before the main process moves anything
+    if done:
         return stage.folder
     from draftstill.decode import load_target
 
-    work = stage.begin()
+    if here.main:
+        stage.begin()
+    here.wait()
+    work = stage.work
     target = load_target(recipe)
     sides = {side: _prompts(recipe, corpus, split, side, target) for side, split in SIDES.items()}
-    total = sum(len(p) for p in sides.values())
-    finish: Counter[str] = Counter()
+    size = recipe.respond.batch_size
+    batches = [(prompts[first : first + size], work / f"{side}-{number:05d}.json")
+               for side, prompts in sides.items() for number, first in enumerate(range(0, len(prompts), size))]  # fmt: skip
+    mine = [b for n, b in enumerate(batches) if here.mine(n)]
     tokens = 0
-    with Progress("respond", total * recipe.respond.max_new_tokens, "tokens") as progress:
-        for side, prompts in sides.items():
-            for number, first in enumerate(range(0, len(prompts), recipe.respond.batch_size)):
-                path = work / f"{side}-{number:05d}.json"
-                batch = prompts[first : first + recipe.respond.batch_size]
-                rows = read_json(path) if path.exists() else _write_batch(recipe, target, batch, path)
-                finish.update(r["finish"] for r in rows)
-                tokens += sum(len(r["response"]) for r in rows)
-                progress.update(tokens)
+    with Progress("respond", sum(len(b) for b, _ in mine) * recipe.respond.max_new_tokens, "tokens", quiet=not here.main) as progress:
+        for batch, path in mine:
+            rows = read_json(path) if path.exists() else _write_batch(recipe, target, batch, path)
+            tokens += sum(len(r["response"]) for r in rows)
+            progress.update(tokens)
+    here.wait()
+    if here.main:
+        _finish(recipe, stage, target, sides)
+    here.wait()
+    return stage.folder
+
+
+def _finish(recipe: Recipe, stage: Stage, target: Any, sides: dict[str, list[Prompt]]) -> None:
+    rows = [row for side in SIDES for row in read_responses(stage.work, side)]
+    finish = Counter(r["finish"] for r in rows)
+    tokens = sum(len(r["response"]) for r in rows)
     counts = {side: len(p) for side, p in sides.items()}
-    folder = stage.finish(prompts=counts, tokens=tokens, finish=dict(finish), sampler=recipe.respond.sampler.model_dump(),
-                          target=asdict(target.source), eos=list(target.eos), vocab=target.vocab)  # fmt: skip
+    stage.finish(prompts=counts, tokens=tokens, finish=dict(finish), sampler=recipe.respond.sampler.model_dump(),
+                 target=asdict(target.source), eos=list(target.eos), vocab=target.vocab)  # fmt: skip
     say(f"  responses: {counts['train']} for training, {counts['heldout']} held out; finished by {dict(finish)}")
-    return folder
 
 
 def _prompts(recipe: Recipe, corpus: Path, split: str, side: str, target: Any) -> list[Prompt]:

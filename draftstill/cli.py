@@ -186,9 +186,18 @@ def publish(
     set_aside: SetAside = False,
     push: Annotated[bool, typer.Option("--push", help="Send the folder to the Hub repository publish.repo_id.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what --push would send, and send nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the folder for five servers; exit 2 if a check fails.")] = False,
+    served: Annotated[bool, typer.Option("--served", help="With --check: measure in a real llama.cpp server, too.")] = False,
 ) -> None:
     """Write the checked, documented folder that others load; --push sends it to the Hub."""
+    if served and not check:
+        raise DraftstillError("--served belongs to --check", mend="give both: draftstill publish RECIPE --check --served")
     resolved, run = _verb("published", None, recipe, overrides, set_aside)
+    if check:
+        with run.lock():
+            passed = _face("evaluate", "check_published")(resolved, run, served=served)
+        if not passed:
+            raise GateMissed("a check of the published folder failed; the mends stand above")
     if push or dry_run:
         with run.lock():
             _face("evaluate", "publish")(resolved, run, push=push, dry_run=dry_run)

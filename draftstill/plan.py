@@ -26,8 +26,8 @@ from draftstill.stages import resolved_device, resolved_dtype, stages, trains_in
 State = Literal["reused", "goes on", "will run", "made by another recipe"]
 
 # Constants of the estimates.
-TOPK_BYTES = 6  # a kept outcome: id (4) and log-probability (2)
-POSITION_BYTES = 8  # per recorded position: token id, tail mass
+POSITION_BYTES = 4  # per recorded position: token id
+LAW_BYTES = 9  # beside the kept ids of a topk position: their count, tail mass, log-normaliser
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRAINING_BYTES = 16  # a trained parameter: float32 weight, gradient, two AdamW moments
 CHECKPOINT_BYTES = 12  # float32 weight and two moments
@@ -136,8 +136,16 @@ def estimate(recipe: Recipe, target: Size | None, draft: Size | None) -> Estimat
     rows = recipe.respond.prompts + recipe.respond.heldout_prompts
     length = recipe.respond.prompt_tokens + recipe.respond.max_new_tokens
     responses = rows * recipe.respond.max_new_tokens
-    recorded = responses + recipe.record.document_tokens
-    scored = rows * length + recipe.record.document_tokens
+    extra = (recipe.record.rollouts + recipe.record.replays) * length
+    # What a chat template wrote is not learnt from; of a base model's prompts every position is.
+    learnt = recipe.respond.max_new_tokens if recipe.respond.chat_template else length
+    recorded = (
+        recipe.respond.prompts * learnt
+        + recipe.respond.heldout_prompts * recipe.respond.max_new_tokens
+        + recipe.record.document_tokens
+        + extra
+    )
+    scored = rows * length + recipe.record.document_tokens + extra
     pieces = math.ceil(recipe.record.document_tokens / recipe.record.sequence_length)
     sequences = recipe.respond.prompts * math.ceil(length / recipe.record.sequence_length) + pieces
     per_step = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
@@ -145,11 +153,7 @@ def estimate(recipe: Recipe, target: Size | None, draft: Size | None) -> Estimat
         recipe.train.max_steps if recipe.train.max_steps > 0 else math.ceil(recipe.train.num_train_epochs * math.ceil(sequences / per_step))
     )
 
-    recording: float | None = None
-    if recipe.record.mode == "topk":
-        recording = float(recorded * (recipe.record.top_k * TOPK_BYTES + POSITION_BYTES))
-    elif target is not None:
-        recording = float(recorded * (target.hidden * 2 + POSITION_BYTES))
+    recording = _recording_bytes(recipe, target, scored - recipe.respond.heldout_prompts * length, recipe.respond.heldout_prompts * length)
     pruned = target.parameters(len(recipe.draft.layers)) if target else None
     named = draft.parameters() if draft else None
     drafted = pruned if recipe.draft.source == "prune" else named
@@ -167,6 +171,20 @@ def estimate(recipe: Recipe, target: Size | None, draft: Size | None) -> Estimat
         training = drafted * TRAINING_BYTES + logits_in_training
         memory = max(asking, training) + RUNTIME_GIB * 2**30
     return Estimates(responses, recorded, scored, steps, recording, disk, memory, drafted)
+
+
+def _recording_bytes(recipe: Recipe, target: Size | None, train: int, heldout: int) -> float | None:
+    """Of ``train`` positions in the recipe's mode (``auto``: the larger of both) and ``heldout`` hidden states; None where the target's
+    size is needed and unknown."""
+    r, own = recipe.record, DTYPE_BYTES[resolved_dtype(recipe)]
+    id_bytes = 2 if target is not None and target.vocabulary <= 1 << 16 else 3
+    topk = POSITION_BYTES + LAW_BYTES + r.top_k * (id_bytes + r.logp_bits // 8)
+    if target is None:
+        return float(train * topk) if r.mode == "topk" else None
+    states = lambda width: POSITION_BYTES + target.hidden * width  # noqa: E731
+    hidden = states({None: own, 8: 1.125, 16: 2}[r.hidden_bits])
+    each = {"topk": topk, "hidden": hidden, "auto": max(topk, hidden)}[r.mode]
+    return float(train * each + heldout * states(own))
 
 
 def free_bytes(path: Path) -> int:
@@ -231,7 +249,12 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None, need: Estima
     built = f"pruned from the target: layers {kept}" if recipe.draft.source == "prune" else recipe.draft.source
     if need.draft_parameters:
         built += f" (about {_count(need.draft_parameters)} parameters)"
-    mode = f"topk, K = {recipe.record.top_k}" if recipe.record.mode == "topk" else "hidden states"
+    r = recipe.record
+    until = "" if r.kept_mass == 1 else f" or {r.kept_mass:g} of the mass"
+    topk = f"topk, K = {r.top_k}{until}, {r.logp_bits}-bit"
+    mode = {"topk": topk, "hidden": "hidden states", "auto": f"{topk}, or hidden states where the pilot's tail reaches {r.auto_tail:g}"}[
+        r.mode
+    ]
     rows = [
         ("run folder", str(run.path)),
         ("target", f"{recipe.target.source} ({size})"),
@@ -241,7 +264,7 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None, need: Estima
         ("recording", mode),
         (
             "loss",
-            f"{loss.name}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}",
+            f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}",
         ),
         ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {e.gamma}"),
         ("seed", str(recipe.seed)),

@@ -126,35 +126,102 @@ class Respond(Section):
     """The deployment's sampler."""
 
 
+Kind = Literal["response", "document", "rollout", "replay"]
+
+
 class Record(Section):
     """The target's token distributions, on disk."""
 
-    mode: Literal["topk", "hidden"] = "topk"
-    """``topk``: K ids with log-probabilities and the exact tail mass. ``hidden``: the last hidden state, from which all of p follows."""
+    mode: Literal["topk", "hidden", "auto"] = "topk"
+    """``topk``: K ids with log-probabilities and the exact tail mass. ``hidden``: the last hidden state, from which all of p follows.
+    ``auto``: a pilot sample decides."""
     top_k: PositiveInt = 64
-    """Kept ids per position in ``topk`` mode."""
+    """Kept ids per position in ``topk`` mode, at most."""
+    kept_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keep no more ids at a position once they hold this much probability (1: always top_k). What is not kept is in the tail."""
+    logp_bits: Literal[8, 16] = 8
+    """Bits of a kept log-probability. 8 moves alpha by less than .001 on average and takes a quarter off the size; 16 is float16."""
+    hidden_bits: Literal[8, 16] | None = None
+    """Bits of a number of a hidden state: 8 (with a scale for every 32 numbers), 16 (bfloat16); default: the target's dtype. On the demo's
+    target 8 bits take .013 from the alpha of a perfect draft, 16 take .002."""
+    auto_tail: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    """``auto`` takes ``topk`` where the pilot's mean tail mass is below this: alpha is then known to within it."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Divides the target's logits in ``topk`` mode. Near the deployment's the tail is thin and the draft learns the law it will meet."""
     document_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens of corpus text scored beside the responses (0: responses only). Scoring is several times cheaper than responding."""
+    draft: Source | None = None
+    """An existing draft that rollouts and replays are made with, a section like ``target``: source, and for a wheel sha256."""
+    rollouts: Annotated[int, Field(ge=0)] = 0
+    """Training prompts that the draft continues; the target scores what it wrote (student rollouts)."""
+    replays: Annotated[int, Field(ge=0)] = 0
+    """Training prompts that target and draft decode together; only the positions where a proposed token was rejected are learnt from."""
+    replay_gamma: Annotated[int, Field(ge=1, le=64)] = 3
+    """Tokens the draft proposes per round in replays."""
+    shares: dict[Kind, Annotated[float, Field(gt=0.0)]] = {}
+    """Share of each kind of text in the supervised positions, for example {response: 3, document: 1}; the scarcest kind decides how
+    much is recorded in all. Default: everything there is."""
     sequence_length: Annotated[int, Field(ge=8)] = 256
     """Longest scored sequence; longer text is cut into pieces of this length."""
     batch_size: PositiveInt = 8
     """Sequences per teacher forward."""
     shard_sequences: PositiveInt = 64
     """Sequences per shard; a restart loses at most one shard."""
+    mirror: str | None = None
+    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests."""
+
+    @model_validator(mode="after")
+    def _draft_is_there(self) -> Record:
+        if (self.rollouts or self.replays) and not self.draft:
+            raise ValueError("rollouts and replays need record.draft, the draft that makes them")
+        return self
+
+
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "nla", "lk", "ce"]
 
 
 class Loss(Section):
-    """What the draft is asked to match."""
+    """What the draft is asked to match. docs/losses.md has the formulas."""
 
-    name: Literal["forward_kl", "tvd", "lk"] = "forward_kl"
-    """``forward_kl``: KL(p||q). ``tvd``: 1 - alpha. ``lk``: l*KL + (1-l)*TVD with l = exp(-eta*alpha) per token."""
+    name: LossName = "forward_kl"
+    """``forward_kl``: KL(p||q). ``reverse_kl``: KL(q||p). ``jsd``: between the two. ``tvd``: 1 - alpha. ``nla``: -log alpha.
+    ``lk``: l*KL(p||q) + (1-l)*TVD with l = exp(-eta*alpha) per token. ``ce``: -log q of the written token."""
+    mix: dict[LossName, Annotated[float, Field(gt=0.0)]] = {}
+    """A weighted sum of losses in place of name, for example {forward_kl: 0.5, tvd: 0.5}."""
     eta: Annotated[float, Field(gt=0.0)] = 3.0
     """Decay of the KL share in ``lk``."""
+    beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Weight of p in ``jsd``: beta*KL(p||m) + (1-beta)*KL(q||m), m = beta*p + (1-beta)*q."""
     temperature: Annotated[float, Field(gt=0.0)] | None = None
     """Divides both sides' logits inside the loss. Default: record.temperature, and nothing else in ``topk`` mode, whose tail is
     only known there. Not the sampling temperature."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Cut both laws to their k most probable tokens inside the loss, as the deployment would (0: all)."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Cut both laws to their smallest set that holds this much, after top_k."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.mix) or (self.name,)
+
+    @property
+    def label(self) -> str:
+        """For reports: the loss's name, or the mix."""
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.mix.items()) or self.name
+
+
+class Tokens(Section):
+    """Which supervised positions count, and how much. The loss is still divided by the number of all of them."""
+
+    first: Annotated[int, Field(ge=0)] = 0
+    """Leave out this many positions at the start of each sequence's supervised part."""
+    last: Annotated[int, Field(ge=0)] = 0
+    """Leave out what comes after this many (0: nothing)."""
+    prefix_gamma: Annotated[int, Field(ge=0, le=64)] = 0
+    """Prefix confidence: weigh a position with the chance that a round of this many guesses gets there (0: off)."""
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Selective distillation: learn from this share of each sequence's positions, those with the largest loss over that of the untrained draft
+    (1: off). Below 1 a step takes one more product with the head."""
 
 
 class Train(Section):
@@ -162,6 +229,8 @@ class Train(Section):
 
     loss: Loss = Loss()
     """The divergence."""
+    tokens: Tokens = Tokens()
+    """Weights of the positions."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
@@ -208,6 +277,10 @@ class Train(Section):
     def _steps(self) -> Train:
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError("max_steps must be -1 (by epochs) or at least 1")
+        if self.head_tokens and ("ce" in self.loss.names or self.loss.top_k or self.loss.top_p < 1 or self.tokens.keep < 1):
+            raise ValueError(
+                "head_tokens trains against a sample of the ids: not with loss ce, loss.top_k, loss.top_p or tokens.keep, which ask for all"
+            )
         return self
 
 
@@ -230,8 +303,8 @@ class Evaluate(Section):
     max_new_tokens: PositiveInt = 64
     """Tokens per prompt and arm; timing ignores EOS so that all arms do the same work."""
     backend: Literal["auto", "eager", "graphs", "compile"] = "auto"
-    """How the decoder's rounds run, plain decoding's included: ``graphs`` captured on CUDA, ``compile`` through torch.compile (about a minute per arm
-    to start, in no figure), ``auto`` graphs on CUDA and ``eager`` elsewhere. What cannot be had runs eagerly, and the report says why."""
+    """How the decoder's rounds run, plain decoding's included: ``graphs`` captured on CUDA, ``compile`` through torch.compile as well,
+    ``auto`` graphs on CUDA and ``eager`` elsewhere. What cannot be had runs eagerly, and the report says why."""
     audit_prompts: Annotated[int, Field(ge=0)] = 4
     """Prompts on which float32 greedy output is compared with plain decoding, token by token."""
     bootstrap: Annotated[int, Field(ge=100)] = 2000
@@ -246,11 +319,33 @@ class Publish(Section):
     name: str | None = None
     """Title of the model card; default: made from target and corpus."""
     license: str | None = None
-    """Licence id of the draft. Needed when the target's licence is unknown."""
+    """Licence id of the draft. Needed when the target's licence is unknown or binds what is made with it."""
+    language: tuple[str, ...] = ()
+    """Language codes for the card, for example [en]; default: what the target's file says."""
+    vocabulary: Literal["padded", "real"] = "padded"
+    """Rows of the published draft: ``padded`` to the target's configured size, which vLLM, SGLang and transformers compare, or the ``real`` tokens only.
+    Rows that no token id points at draw no probability either way."""
+    gguf: Literal["auto"] | tuple[Literal["f16", "q8_0"], ...] = "auto"
+    """GGUF files for llama.cpp: ``[f16, q8_0]`` or one of them, none with ``[]``; ``auto`` writes both where the family and the tokenizer allow, and
+    says why where not."""
+    target_gguf: str | None = None
+    """The GGUF file that serves the target, where target.source is another form of it: its tokenizer is copied into the draft's GGUF."""
     repo_id: str | None = None
     """Hub repository for --push."""
     private: bool = True
     """Visibility of a repository that --push creates."""
+    pull_request: bool = False
+    """--push opens a pull request instead of committing to main."""
+    tag: str | None = None
+    """Tag that --push gives the commit, for example v1. Not with pull_request: that commit is not on main yet."""
+    collection: str | None = None
+    """Hub collection that --push adds the repository to: its slug (owner/name-id), or a title, made when missing."""
+
+    @model_validator(mode="after")
+    def _tag_or_request(self) -> Publish:
+        if self.tag and self.pull_request:
+            raise ValueError("tag and pull_request exclude each other: a tag marks what is on main; set the tag after the merge")
+        return self
 
 
 class Recipe(Section):
@@ -285,8 +380,8 @@ class Recipe(Section):
         if deployed not in self.evaluate.temperatures:
             raise ValueError(f"evaluate.temperatures must contain the deployment's temperature, respond.sampler.temperature ({deployed:g})")
         asked = self.train.loss.temperature
-        if self.record.mode == "topk" and asked is not None and asked != self.record.temperature:
+        if self.record.mode != "hidden" and asked is not None and asked != self.record.temperature:
             raise ValueError(
-                "train.loss.temperature must equal record.temperature in topk mode, or leave it out; use record.mode: hidden for another"
+                "train.loss.temperature must equal record.temperature in topk and auto mode, or leave it out; use record.mode: hidden for another"
             )
         return self

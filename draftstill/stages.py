@@ -75,13 +75,15 @@ def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
                                   "content": content_of(recipe.corpus.source)})  # fmt: skip
     responses = run.stage("responses", {"corpus": corpus.fingerprint, "target": _identity(recipe.target), "respond": recipe.respond,
                                         "dtype": resolved_dtype(recipe), "device": resolved_device(recipe)})  # fmt: skip
-    recording = run.stage("recording", {"responses": responses.fingerprint, "record": recipe.record})
+    record: dict[str, object] = {"responses": responses.fingerprint, "record": recipe.record.model_dump(mode="json", exclude={"mirror"})}
+    if recipe.record.draft:
+        record["draft_content"] = content_of(recipe.record.draft.source)
+    recording = run.stage("recording", record)
     quiet = {"report_to", "run_name", "logging_steps", "save_steps", "save_total_limit"}
     draft = run.stage("draft", {"recording": recording.fingerprint, "draft": recipe.draft.model_dump(mode="json", exclude={"head_tokens"}),
                                 "content": content_of(recipe.draft.source), "train": recipe.train.model_dump(mode="json", exclude=quiet),
                                 "bf16": trains_in_bf16(recipe)})  # fmt: skip
     score = run.stage("score", {"draft": draft.fingerprint, "evaluate": recipe.evaluate, "head_tokens": recipe.draft.head_tokens})
-    published = run.stage(
-        "published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude={"repo_id", "private"})}
-    )
+    sending = {"repo_id", "private", "pull_request", "tag", "collection"}  # where it goes, not what it is
+    published = run.stage("published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude=sending)})
     return {s.name: s for s in (corpus, responses, recording, draft, score, published)}

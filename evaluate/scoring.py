@@ -267,7 +267,7 @@ def _about_draft(recipe: Recipe, stage: Stage, bench: Bench) -> dict[str, Any]:
     facts = stage.facts()
     layers = list(recipe.draft.layers) if recipe.draft.source == "prune" else []
     return {"name": facts["name"], "parameters": facts["parameters"], "layers": layers, "head_tokens": recipe.draft.head_tokens,
-            "trained_tokens": facts["tokens"], "train_seconds": facts["train_seconds"], "loss": recipe.train.loss.name,
+            "trained_tokens": facts["tokens"], "train_seconds": facts["train_seconds"], "loss": recipe.train.loss.label,
             "weights_sha256": facts["weights_sha256"]}  # fmt: skip
 
 

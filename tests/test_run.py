@@ -11,7 +11,7 @@ import pytest
 
 from draftstill.runfolder import hash_file, read_json
 from draftstill.stages import ORDER, stages
-from tests.pipeline import PADDED, borrowed, command, finished, hashes, make_home, opened
+from tests.pipeline import PADDED, REAL, borrowed, command, finished, hashes, make_home, opened
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,11 @@ def test_the_published_folder_loads_as_the_scored_draft(home: Path) -> None:
     ids = tokenizer("ban ber din. fost", return_tensors="pt").input_ids
     assert model.config.vocab_size == PADDED and model.config.num_hidden_layers == 2
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, draft(ids).logits)
+        published, scored = model(ids).logits, draft(ids).logits
+    # The target's padding would win every argmax; our decoder never scores it, a server would.
+    assert torch.equal(published[..., :REAL], scored[..., :REAL]) and int(scored.argmax(-1).max()) >= REAL > int(published.argmax(-1).max())
+    alpha = read_json(folder / "draft_report.json")["export"]["alpha"]
+    assert alpha["published"] == pytest.approx(alpha["scored"], abs=1e-6) and alpha["positions"] > 20
     score = read_json(home / "run" / "score" / "score.json")
     assert score["draft"]["weights_sha256"] == hash_file(home / "run" / "draft" / "model" / "model.safetensors")
     assert (home / "run" / "score" / "report.html").stat().st_size < 1 << 20
@@ -130,6 +134,19 @@ def test_a_draft_of_ones_own_and_a_jsonl_corpus(tmp_path: Path, home: Path, caps
     score = read_json(tmp_path / "run" / "score" / "score.json")
     assert score["draft"]["name"] == "small" and [a["arm"] for a in score["arms"]] == ["plain", "tuned"]
     assert score["audit"]["greedy_fp32"]["identical"] == 1
+
+
+def test_check_looks_at_the_published_folder_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = borrowed(tmp_path, *ORDER)
+    assert command("publish", path, "--check") == 2, "a draft in float32 is served otherwise than scored"
+    told = capsys.readouterr().out
+    assert "alpha as scored" in told and "TRT-LLM" in told and "mend: train with train.bf16: true" in told
+    config = tmp_path / "run" / "published" / "model" / "generation_config.json"
+    config.write_text('{"repetition_penalty": 1.3}')
+    assert command("publish", path, "--check") == 2
+    shown = capsys.readouterr()
+    assert "repetition_penalty" in shown.out and "gate missed" in shown.err
+    assert command("publish", path, "--served") == 1 and "--check" in capsys.readouterr().err
 
 
 def test_dry_run_sends_and_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

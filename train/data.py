@@ -37,6 +37,10 @@ class Batch:
     ids_BT: Tensor
     rows_N: Tensor
     teacher: Teacher
+    place_N: Tensor | None = None
+    """Counts the supervised positions of each sequence from 0."""
+    reference_N: Tensor | None = None
+    """A reference draft's loss, for selective distillation."""
 
     @property
     def tokens(self) -> int:
@@ -44,14 +48,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On a device; the target's head is already there."""
-        t = self.teacher
-        moved = [None if x is None else x.to(device, non_blocking=True) for x in (t.ids_NK, t.p_NK, t.tail_N, t.hidden_NH)] + [t.head_VH]
-        return Batch(self.ids_BT.to(device), self.rows_N.to(device), Teacher(*moved))
+        move = lambda x: None if x is None else x.to(device)  # noqa: E731
+        return Batch(self.ids_BT.to(device), self.rows_N.to(device), self.teacher.to(device), move(self.place_N), move(self.reference_N))
 
 
 def supervised(recording: Recording, index: int) -> int:
     """Supervised positions of a sequence."""
-    return max(0, recording.length(index) - recording.start(index))
+    return recording.supervised(index)
 
 
 def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None = None) -> Batch:
@@ -59,14 +62,15 @@ def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None
     items = [recording[i] for i in indices]
     width = max(len(x.tokens) for x in items)
     ids = torch.zeros(len(items), width, dtype=torch.int64)
-    rows = []
+    rows = [x.rows for x in items]
     for b, x in enumerate(items):
         ids[b, : len(x.tokens)] = x.tokens
-        rows.append(torch.arange(x.start, len(x.tokens)) + b * width)
-    cut = lambda name: torch.cat([getattr(x, name)[x.start :] for x in items])  # noqa: E731
+    cut = lambda name: torch.cat([getattr(x, name)[r] for x, r in zip(items, rows, strict=True)])  # noqa: E731
     hidden = recording.mode == "hidden"
     teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH) if hidden else Teacher(cut("ids"), cut("p"), cut("tail"))
-    return Batch(ids, torch.cat(rows), teacher)
+    teacher.token_N = torch.cat([torch.nn.functional.pad(x.tokens[1:], (0, 1), value=-1)[r] for x, r in zip(items, rows, strict=True)])
+    place = torch.cat([torch.arange(len(r)) for r in rows])
+    return Batch(ids, torch.cat([r + b * width for b, r in enumerate(rows)]), teacher, place)
 
 
 @dataclass(slots=True)

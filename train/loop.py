@@ -6,6 +6,7 @@ steps, so that the result does not depend on how a batch is split. What a step s
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import shutil
@@ -29,7 +30,7 @@ from draftstill.sources import quiet_transformers
 from draftstill.stages import resolved_device, stages, trains_in_bf16
 from draftstill.train.build import Draft, build_draft, check_head_tokens
 from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, load_tensors, model_tensors, save_checkpoint
-from draftstill.train.data import Order, collate, supervised, trim
+from draftstill.train.data import Batch, Order, collate, supervised, trim
 from draftstill.train.heldout import HeldOut, measure
 from draftstill.train.module import DistilledDraft
 from draftstill.vocabulary import tokenizer_hash
@@ -104,8 +105,14 @@ class Job:
         self.ranking = self.recording.token_weights(self.draft.vocab).argsort(descending=True, stable=True)
         self.compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
         manifest, loss = self.recording.manifest, self.settings.loss
-        objective = Objective(loss.name, loss.eta, loss.temperature or manifest.get("temperature", recipe.record.temperature))
-        self.module = DistilledDraft(self.draft.model, self.draft.vocab, objective, self.compute).train()
+        objective = Objective(loss.name, loss.eta, loss.temperature or manifest.get("temperature", recipe.record.temperature),
+                              loss.beta, tuple(loss.mix.items()), loss.top_k, loss.top_p)  # fmt: skip
+        self.module = DistilledDraft(self.draft.model, self.draft.vocab, objective, self.compute, self.settings.tokens).train()
+        self.reference: DistilledDraft | None = None
+        """The untrained draft, for selective distillation."""
+        self.reference_losses: dict[int, torch.Tensor] = {}
+        if self.settings.tokens.keep < 1:
+            self.reference = copy.deepcopy(self.module).eval().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.AdamW(_groups(self.module, self.settings), lr=self.settings.learning_rate,
                                       betas=(self.settings.adam_beta1, self.settings.adam_beta2), fused=True)  # fmt: skip
         self.wrapped, self.optimizer = accelerator.prepare(self.module, optimizer)
@@ -186,7 +193,18 @@ class Job:
         mine = start + self.accelerator.process_index * size * accumulate
         for i in range(accumulate):
             indices = self.order.take(mine + i * size, size)
-            yield collate(self.recording, indices, self.target_head), i == accumulate - 1
+            batch = collate(self.recording, indices, self.target_head)
+            if self.reference is not None:
+                batch.reference_N = self._reference_losses(self.reference, indices, batch)
+            yield batch, i == accumulate - 1
+
+    def _reference_losses(self, reference: DistilledDraft, indices: list[int], batch: Batch) -> torch.Tensor:
+        """The untrained draft's loss at the batch's positions; each sequence is scored once."""
+        if not all(i in self.reference_losses for i in indices):
+            with self.accelerator.autocast():
+                found = reference.losses(batch.to(self.accelerator.device)).cpu()
+            self.reference_losses |= zip(indices, found.split([supervised(self.recording, i) for i in indices]), strict=True)
+        return torch.cat([self.reference_losses[i] for i in indices])
 
     def _tokens_of(self, places: range) -> int:
         return sum(supervised(self.recording, i) for i in self.order.take(places.start, len(places)))

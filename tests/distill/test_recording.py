@@ -11,7 +11,7 @@ import torch
 
 from draftstill.corpus import read_documents
 from draftstill.decode import Network
-from draftstill.distill import Hidden, Recording, TopK, encode, inspect, read_responses, record, recorder, score_texts
+from draftstill.distill import Hidden, Recording, Text, TopK, encode, inspect, read_responses, record, score_texts, scoring
 from draftstill.distill.divergences import alpha, alpha_bounds, bucketed
 from draftstill.distill.recording import write_manifest, write_shard
 from draftstill.errors import DraftstillError
@@ -53,10 +53,11 @@ def test_kept_and_tail_are_the_law(recording: Recording, model: Any) -> None:
         p = law(model, item.tokens)
         top = p.topk(K, -1)
         assert item.ids.shape == (len(item.tokens), K)
-        assert torch.allclose(item.p.sum(-1) + item.tail, torch.ones(len(p)), atol=1e-3)
-        # float16 log-probabilities: relative error 2^-11 of |log p|
-        assert torch.allclose(item.p.double(), p.gather(1, item.ids), rtol=1e-2, atol=1e-6)
-        assert torch.allclose(item.p.double(), top.values, rtol=1e-2, atol=1e-5)
+        assert torch.allclose(item.p.sum(-1) + item.tail, torch.ones(len(p)), atol=1e-6), "what is kept has exactly the rest of the mass"
+        # 8-bit log-probabilities: distill/packing.py
+        assert torch.allclose(item.p.double(), p.gather(1, item.ids), rtol=4e-2, atol=1e-6)
+        assert torch.allclose(item.p.double(), top.values, rtol=4e-2, atol=1e-5)
+        assert float((item.p.double() - top.values).abs().sum(-1).max()) / 2 < recording.manifest["rounding"] + 1e-5 < 0.02
         exact = 1 - p.gather(1, item.ids).sum(-1)
         assert torch.allclose(item.tail.double(), exact, atol=2e-5), "the tail is measured, not what rounding left over"
         assert (item.p.diff(dim=-1) <= 0).all()
@@ -69,7 +70,7 @@ def test_a_thin_tail_keeps_its_digits() -> None:
         vocab = 30
 
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden
+            return hidden.clone()
 
     z = torch.zeros(2, 30)
     z[:, 0], z[:, 1] = 25.0, 24.0
@@ -93,7 +94,9 @@ def test_the_bounds_hold_alpha(recording: Recording, model: Any) -> None:
             q = (p.log() + scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).softmax(-1)
             low, high = alpha_bounds(*bucketed(q, item.ids, item.p.double(), item.tail.double()))
             true = alpha(p, q)
-            assert (low <= true + 1e-3).all() and (true <= high + 1e-3).all()
+            rounding = recording.manifest["rounding"]
+            assert 0 < rounding < 0.01
+            assert (low <= true + rounding).all() and (true <= high + rounding).all()
             widths.append(float((high - low).mean()))
     assert max(widths) < 0.6 and min(widths) > 0.0
 
@@ -137,7 +140,7 @@ def test_a_recording_at_another_temperature(tmp_path: Path, model: Any) -> None:
     item = Recording(folder / "train")[0]
     assert item.p is not None and item.ids is not None and item.tail is not None
     p = law(model, item.tokens, 0.7)
-    assert torch.allclose(item.p.double(), p.gather(1, item.ids), rtol=1e-2, atol=1e-6)
+    assert torch.allclose(item.p.double(), p.gather(1, item.ids), rtol=4e-2, atol=1e-6)
     assert torch.allclose(item.tail.double(), 1 - p.gather(1, item.ids).sum(-1), atol=2e-5)
     assert Recording(folder / "train").manifest["temperature"] == 0.7
 
@@ -161,8 +164,9 @@ def test_random_access_equals_reading_through(done: Path) -> None:
             one[index]
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, torch.uint16), ((1 << 16) + 1, torch.int32)])
-def test_large_ids_survive(vocab: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("vocab", "width"), [(1 << 16, 2), ((1 << 16) + 1, 3)])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_large_ids_survive(vocab: int, width: int, bits: int, tmp_path: Path) -> None:
     class Wide:
         def __init__(self) -> None:
             self.vocab = vocab
@@ -173,10 +177,11 @@ def test_large_ids_survive(vocab: int, dtype: torch.dtype, tmp_path: Path) -> No
             return z
 
     columns = TopK(Wide(), 3)(torch.zeros(4, 1))  # type: ignore[arg-type]
-    assert columns["ids"].dtype == dtype
-    write_shard(tmp_path / "shard-00000.safetensors", [[vocab - 1, 40_000, 3, 0]], [1], columns)
-    write_manifest(tmp_path, {"mode": "topk", "vocab": vocab})
+    write_shard(tmp_path / "shard-00000.safetensors", [[vocab - 1, 40_000, 3, 0]], [1], columns, vocab=vocab, logp_bits=bits)
+    write_manifest(tmp_path, {"mode": "topk", "vocab": vocab, "top_k": 3})
     recording = Recording(tmp_path)
+    ids = recording.columns(0)["ids"]
+    assert ids.numel() * ids.element_size() == 4 * 3 * width
     assert recording[0].ids is not None and recording[0].ids.tolist() == [[vocab - 1, 40_000, 3]] * 4
     assert recording[0].tokens.tolist() == [vocab - 1, 40_000, 3, 0]
     weights = recording.token_weights(vocab)
@@ -199,16 +204,16 @@ def test_token_weights_count_text_and_probability(recording: Recording) -> None:
 @pytest.mark.parametrize("stop", [1, 3, 6])
 def test_stopped_and_started_again_keeps_whole_shards(stop: int, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = borrowed(tmp_path, "corpus", "responses")
-    calls, real = [0], recorder.write_shard
+    calls, real = [0], scoring.write_shard
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         calls[0] += 1
         if calls[0] > stop:
             raise KeyboardInterrupt
-        real(*arguments)
+        real(*arguments, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recorder, "write_shard", counted)
+        patch.setattr(scoring, "write_shard", counted)
         record(*opened(path))
     work = tmp_path / "run" / "recording.partial"
     kept = {p.relative_to(work): p.stat().st_mtime_ns for p in work.rglob("shard-*")}
@@ -223,7 +228,7 @@ def test_a_shard_does_not_depend_on_the_others(tmp_path: Path) -> None:
     """A shard scored alone equals the same shard of the whole."""
     network = Network(make_model(), vocab=REAL)
     generator = torch.Generator().manual_seed(0)
-    texts = [(torch.randint(REAL, (n,), generator=generator).tolist(), 0) for n in (9, 4, 30, 12, 7, 22)]
+    texts = [Text(torch.randint(REAL, (n,), generator=generator).tolist()) for n in (9, 4, 30, 12, 7, 22)]
     score_texts(texts, Hidden(network), tmp_path / "all", 2, 3, "all")
     score_texts(texts[3:], Hidden(network), tmp_path / "rest", 2, 3, "rest")
     assert (tmp_path / "all" / "shard-00001.safetensors").read_bytes() == (tmp_path / "rest" / "shard-00000.safetensors").read_bytes()
@@ -289,7 +294,8 @@ def test_inspect_says_what_there_is(done: Path, capsys: pytest.CaptureFixture[st
     sizes = read_json(done / "recording" / "provenance.json")["facts"]["sizes"]
     for side in ("train", "heldout"):
         assert f"{sizes[side]['sequences']:,} sequences, {sizes[side]['positions']:,} positions" in shown
-    assert f"topk, K = {K}, temperature 1.0" in shown and "hidden" in shown and shown.count("checksums   all right") == 2
+    assert f"topk, K = {K}, temperature 1.0, 8-bit" in shown and "hidden" in shown and shown.count("checksums   all right") == 2
+    assert max(map(len, shown.splitlines())) <= 80 or len(str(done)) > 60
     tail = float(re.search(r"tail mass\s+mean ([\d.]+)", shown)[1])  # type: ignore[index]
     recording = Recording(done / TRAIN)
     mean = torch.cat([recording[i].tail for i in range(len(recording))]).mean()  # type: ignore[misc]

@@ -15,7 +15,7 @@ from draftstill import plan as p
 from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder
-from draftstill.stages import stages
+from draftstill.stages import resolved_dtype, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2_135M = {
@@ -111,11 +111,13 @@ def test_estimates_of_a_local_target(tmp_path: Path, target: Path) -> None:
         train={"per_device_train_batch_size": 4, "num_train_epochs": 2.0},
     )
     size = p.size_of(SMOLLM2_135M)
+    assert size is not None
     need = p.estimate(recipe, size, None)
     assert need.response_tokens == 110 * 64
     assert need.scored_tokens == 110 * 96 + 1000
-    assert need.recorded_tokens == 110 * 64 + 1000
-    assert need.recording_bytes == (110 * 64 + 1000) * (50 * 6 + 8)
+    assert need.recorded_tokens == 100 * 96 + 10 * 64 + 1000  # of the held-out side, only what the target writes
+    heldout = 10 * 96 * (4 + size.hidden * p.DTYPE_BYTES[resolved_dtype(recipe)])  # hidden states in the target's dtype
+    assert need.recording_bytes == (100 * 96 + 1000) * (4 + 9 + 50 * (2 + 1)) + heldout
     assert need.train_steps == 2 * 27  # 100 responses and 8 pieces, 4 a step
     assert size and need.draft_parameters == size.parameters(2)
     assert need.disk_bytes and need.memory_bytes and need.memory_bytes > p.RUNTIME_GIB * 2**30

@@ -55,7 +55,7 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tole
 # --- learning ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["forward_kl", "tvd", "lk"])
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd", "tvd", "nla", "lk"])
 def test_a_draft_learns(loss: str, tmp_path: Path) -> None:
     recipe, run = opened(borrowed(tmp_path, *RECORDED, train={"max_steps": 40, "eval_steps": 20, "loss": {"name": loss}}))
     facts = read_json(train(recipe, run) / "provenance.json")["facts"]
@@ -118,29 +118,76 @@ def test_a_recording_of_hidden_states_trains_too(tmp_path: Path) -> None:
 # --- the same gradient, however the batch is cut -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_tokens", [0, 80])
+def test_written_tokens_stand_at_the_law_that_they_were_drawn_from(tmp_path: Path) -> None:
+    """What ``ce`` learns. Part of the text is the target's own: it gives those tokens more than the ones before and after them."""
+    job = job_of(borrowed(tmp_path, *RECORDED))
+    batch = collate(job.recording, range(len(job.recording)))
+    teacher = batch.teacher
+    assert teacher.ids_NK is not None and teacher.p_NK is not None and teacher.token_N is not None and batch.place_N is not None
+    given = lambda token_N: float((teacher.p_NK * (teacher.ids_NK == token_N[:, None])).sum(-1).mean())  # noqa: E731
+    assert given(teacher.token_N) > 1.3 * max(given(teacher.token_N.roll(n)) for n in (-1, 1))
+    assert int((teacher.token_N < 0).sum()) <= len(job.recording) == int((batch.place_N == 0).sum())
+
+
+WEIGHED = {"loss": {"mix": {"lk": 0.5, "ce": 0.5}}, "tokens": {"first": 1, "last": 40, "prefix_gamma": 4, "keep": 0.4}}
+
+
+@pytest.mark.parametrize("extra", [{}, {"head_tokens": 80}], ids=["whole", "trimmed"])
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 8), (2, 4), (4, 2)])
 def test_accumulation_gives_the_gradient_of_one_batch(
-    size: int, accumulate: int, head_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, accumulate: int, extra: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"max_grad_norm": 1e9, "head_tokens": head_tokens}
+    keys = {"max_grad_norm": 1e9, **extra}
     whole = gradients(job_of(borrowed(tmp_path / "whole", *RECORDED, train=keys)), monkeypatch)
     cut = {**keys, "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
     assert_same(whole, gradients(job_of(borrowed(tmp_path / "cut", *RECORDED, train=cut)), monkeypatch))
 
 
-def test_padding_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = borrowed(tmp_path, *RECORDED, train={"max_grad_norm": 1e9})
-    tight = gradients(job_of(path), monkeypatch)
+def moved(path: Path) -> Job:
+    """A job whose draft is no longer the untrained one, so that losses have gaps."""
+    job = job_of(path)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in job.module.model.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=g)
+    return job
+
+
+def test_weighed_positions_do_not_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed losses, position filters, prefix confidence and selection: the same gradient for 8 sequences as for 2 times 4."""
+    keys = {"max_grad_norm": 1e9, **WEIGHED}
+    whole = gradients(moved(borrowed(tmp_path / "whole", *RECORDED, train=keys)), monkeypatch)
+    cut = {**keys, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert_same(whole, gradients(moved(borrowed(tmp_path / "cut", *RECORDED, train=cut)), monkeypatch))
+    plain = gradients(moved(borrowed(tmp_path / "plain", *RECORDED, train={"max_grad_norm": 1e9, "loss": WEIGHED["loss"]})), monkeypatch)
+    head = "lm_head.weight"
+    assert float((plain[head] - whole[head]).norm() / plain[head].norm()) > 0.1, "weights count"
+
+
+def test_weighed_training_stops_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"max_steps": 6, "eval_steps": 3, "save_steps": 2, **WEIGHED}
+    once = train(*opened(borrowed(tmp_path / "once", *RECORDED, train=keys)))
+    path = borrowed(tmp_path / "twice", *RECORDED, train=keys)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, Job, "_optimize", 4)
+        train(*opened(path))
+    a, b = (read_json(f / "provenance.json")["facts"] for f in (once, train(*opened(path))))
+    assert a["weights_sha256"] == b["weights_sha256"], "the reference is the untrained draft, not the checkpoint"
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_padding_changes_nothing(weighed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = borrowed(tmp_path, *RECORDED, train={"max_grad_norm": 1e9, **(WEIGHED if weighed else {})})
+    tight = gradients(moved(path), monkeypatch)
 
     def padded(*arguments: Any) -> Batch:
         batch = collate(*arguments)
         B, T = batch.ids_BT.shape
         noise = torch.randint(200, (B, 13), generator=torch.Generator().manual_seed(1))
-        return Batch(torch.cat([batch.ids_BT, noise], 1), batch.rows_N + batch.rows_N // T * 13, batch.teacher)
+        return Batch(torch.cat([batch.ids_BT, noise], 1), batch.rows_N + batch.rows_N // T * 13, batch.teacher, batch.place_N)
 
     monkeypatch.setattr(loop, "collate", padded)
-    assert_same(tight, gradients(job_of(path), monkeypatch))
+    assert_same(tight, gradients(moved(path), monkeypatch))
 
 
 def test_the_gradient_is_the_mean_over_all_supervised_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

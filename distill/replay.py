@@ -1,0 +1,95 @@
+"""States that a draft leads to: its own texts, and the places where the decoder rejected it. Both are scored by the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from draftstill.corpus import read_documents
+from draftstill.decode.trace import Trace
+from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
+from draftstill.distill.sources import Materials, Text
+from draftstill.errors import DraftstillError
+from draftstill.progress import Progress
+from draftstill.recipe import Recipe
+from draftstill.runfolder import read_json, write_json
+
+
+def rollouts(materials: Materials) -> Iterator[Text]:
+    """Student rollouts: the draft continues training prompts at the deployment's sampler; supervised like responses."""
+    for prompt, row in _written(materials, "rollout", materials.recipe.record.rollouts):
+        ids = _text(prompt, row, materials.recipe)
+        if prompt.supervised_from < len(ids):
+            yield Text(ids, prompt.supervised_from, "rollout")
+
+
+def rejections(materials: Materials) -> Iterator[Text]:
+    """Rejection replay: target and draft decode training prompts together, and only the laws where a proposed token was rejected are learnt from."""
+    for prompt, row in _written(materials, "replay", materials.recipe.record.replays):
+        ids = _text(prompt, row, materials.recipe)
+        only = tuple(at for at in row["rejected"] if at < len(ids))
+        if only:
+            yield Text(ids[: only[-1] + 1], only[0], "replay", only)
+
+
+def rejected(trace: Trace) -> list[int]:
+    """Positions of prompt and text whose law overruled the draft: each one before a token that the target set in place of a proposed one."""
+    return [trace.prompt_tokens + at - 1 for at, mark in enumerate(trace.marks()) if mark == "corrected"]
+
+
+def _text(prompt: Prompt, row: dict[str, Any], recipe: Recipe) -> list[int]:
+    tokens = row["tokens"][:-1] if row["finish"] == "eos" else row["tokens"]  # nobody asks what follows the end
+    return [*prompt.ids, *tokens][: recipe.record.sequence_length]
+
+
+def _written(materials: Materials, kind: str, count: int) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    """Prompts and what was written to them. Batch by batch on disk, like responses; the processes of a launch share the batches out."""
+    if not count:
+        return
+    recipe, target, here = materials.recipe, materials.target, materials.here
+    key = "record.rollouts" if kind == "rollout" else "record.replays"
+    prompts = cut_prompts(read_documents(materials.corpus, "train"), count, recipe.respond, target.tokenizer, recipe.seed)
+    if len(prompts) < count:
+        raise DraftstillError(f"the training documents hold {len(prompts)} prompts of {recipe.respond.prompt_tokens} tokens", key=key, value=count,
+                              mend="ask for fewer, or add documents")  # fmt: skip
+    size = recipe.respond.batch_size
+    batches = [(prompts[at : at + size], materials.work / f"{kind}-{n:05d}.json") for n, at in enumerate(range(0, count, size))]
+    mine = [b for n, b in enumerate(batches) if here.mine(n) and not b[1].exists()]
+    if mine:
+        decoder = _decoder(recipe, target, kind)
+        with Progress(kind, len(mine), "batches", quiet=not here.main) as progress:
+            for done, (batch, path) in enumerate(mine, 1):
+                write_json(path, _decode(decoder, batch, recipe, kind))
+                progress.update(done)
+    here.wait()
+    for batch, path in batches:
+        yield from zip(batch, read_json(path), strict=True)
+
+
+def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) -> list[dict[str, Any]]:
+    from draftstill.decode import Request
+
+    requests = [Request(p.ids, recipe.respond.max_new_tokens, seed=seed_of(recipe.seed, kind, p.id)) for p in prompts]
+    return [{"tokens": t.tokens, "finish": t.finish, "rejected": rejected(t)} for t in decoder.run(requests)]
+
+
+def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
+    from draftstill.decode import Decoder, ModelDrafter, Network, Sampling
+    from draftstill.sources import load_model, load_tokenizer, resolve_model
+    from draftstill.stages import resolved_device, resolved_dtype
+    from draftstill.vocabulary import check_vocabulary
+
+    assert recipe.record.draft is not None  # the recipe's own check
+    source = resolve_model(recipe.record.draft, "record.draft.source")
+    model = load_model(source, resolved_dtype(recipe), resolved_device(recipe))
+    check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, "record.draft.source")
+    draft, s = Network(model, vocab=target.vocab, key="record.draft.source"), recipe.respond.sampler
+    settings = {
+        "sampling": Sampling(s.temperature, s.top_k, s.top_p),
+        "eos": target.eos,
+        "rows": recipe.respond.batch_size,
+        "backend": "eager",
+    }
+    if kind == "rollout":
+        return Decoder(draft, **settings)
+    return Decoder(target.network, ModelDrafter(draft, recipe.record.replay_gamma), **settings)

@@ -1,0 +1,100 @@
+"""What a published folder is still worth once loaded back: alpha on the scored texts, and acceptance in a real llama.cpp server."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftstill.corpus import read_documents
+from draftstill.errors import DraftstillError
+from draftstill.evaluate.exporter import TargetFacts, load_model_folder
+from draftstill.evaluate.gguf_tokens import tokens_of_folder
+from draftstill.evaluate.ggufs import write_gguf
+from draftstill.evaluate.serving import own_acceptance, same_start, served_acceptance
+from draftstill.evaluate.snippets import llama_command
+from draftstill.progress import say
+from draftstill.recipe import Recipe
+from draftstill.runfolder import RunFolder, Stage, read_json
+from draftstill.stages import resolved_device, resolved_dtype, stages
+
+_TEXTS = 4
+"""Scored texts on which alpha is measured again: a few hundred positions, one target pass each."""
+
+
+def published_alpha(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], folder: Path) -> dict[str, Any] | None:
+    """Teacher-forced alpha of the folder on texts that the score's plain arm wrote, beside what the score recorded at the same positions.
+
+    Same dtype, same head (``draft.head_tokens``) and the deployment's sampler; None where the score kept no texts or scored no tuned draft.
+    """
+    import torch
+
+    from draftstill.decode import Sampling, load_target, make_network
+    from draftstill.evaluate.arms import head_ids, teacher_forced_alpha
+
+    sampler = recipe.respond.sampler
+    cells = sorted((found["score"].folder / "cells").glob(f"t{sampler.temperature:g}-*.json"))[:_TEXTS]
+    kept = [c for c in map(read_json, cells) if "tuned" in c["alpha"]]
+    if not kept:
+        return None
+    target = load_target(recipe)
+    prompts = {p.id: p.ids for p in _prompts(recipe, found, target.tokenizer, recipe.evaluate.prompts)}
+    model = load_model_folder(folder, getattr(torch, resolved_dtype(recipe))).to(resolved_device(recipe))
+    network = make_network(model, vocab=target.vocab, head_ids=head_ids(recipe, found["draft"].folder), key="draft.source")
+    sampling = Sampling(sampler.temperature, sampler.top_k, sampler.top_p)
+    now: list[float] = []
+    then: list[float] = []
+    for cell in kept:
+        if cell["prompt"] in prompts:
+            now += teacher_forced_alpha(target.network, network, prompts[cell["prompt"]], cell["arms"]["plain"]["tokens"], sampling)
+            then += cell["alpha"]["tuned"]
+    if not now:
+        return None
+    return {"published": sum(now) / len(now), "scored": sum(then) / len(then), "positions": len(now), "temperature": sampler.temperature}
+
+
+def _prompts(recipe: Recipe, found: Mapping[str, Stage], tokenizer: Any, count: int) -> list[Any]:
+    from draftstill.distill import cut_prompts
+
+    documents = read_documents(found["corpus"].folder, "test")
+    # The score cuts as many as it scores or audits, the larger of the two; the first ones are the same whatever the number.
+    return cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed)
+
+
+def served_beside_ours(recipe: Recipe, run: RunFolder, folder: Path, target: TargetFacts, gamma: int) -> dict[str, Any]:
+    """Greedy acceptance of the published GGUF in a llama.cpp server, and of the published folder in our decoder: same prompts, same gamma.
+
+    Both draft from the whole head. llama.cpp multiplies in its own quantised arithmetic, so near-ties may fall the other way and two texts
+    part; the share of equal tokens is reported beside the acceptances.
+
+    Raises:
+        DraftstillError: there is no GGUF of the draft or of the target, xllamacpp is absent, or the server did not speculate.
+    """
+    found = stages(recipe, run)
+    files = [folder / f"draft-{kind}.gguf" for kind in ("q8_0", "f16") if (folder / f"draft-{kind}.gguf").exists()]
+    if not files:
+        raise DraftstillError(
+            "there is no GGUF of this draft to serve", key="publish.gguf", mend="set publish.gguf: [q8_0] and publish again"
+        )
+    prompts = [p.ids for p in _prompts(recipe, found, target.tokenizer, recipe.evaluate.prompts)]
+    length = recipe.evaluate.max_new_tokens
+    with tempfile.TemporaryDirectory(prefix="draftstill-served-") as temporary:
+        theirs = target.gguf or _target_gguf(target, Path(temporary) / "target-f16.gguf")
+        say(f"  llama.cpp: {len(prompts)} prompts, {length} tokens each, {files[0].name} behind {theirs.name}")
+        served = served_acceptance(llama_command(str(theirs), str(files[0]), gamma), prompts, max_new_tokens=length)
+    say("  our decoder: the same prompts")
+    ours = own_acceptance(recipe, folder, prompts, gamma=gamma, max_new_tokens=length)
+    equal = sum(same_start(a, b) for a, b in zip(served["tokens"], ours["tokens"], strict=True))
+    return {"server": served["server"], "draft": files[0].name, "gamma": gamma, "prompts": len(prompts), "max_new_tokens": length,
+            "drafted": served["drafted"], "accepted": served["accepted"], "acceptance": served["acceptance"], "ours": ours["acceptance"],
+            "ours_dtype": ours["dtype"], "tokens_until_texts_part": equal / len(prompts)}  # fmt: skip
+
+
+def _target_gguf(target: TargetFacts, out: Path) -> Path:
+    if target.folder is None:
+        raise DraftstillError(
+            "there is no GGUF of the target to serve", key="publish.target_gguf", mend="set it to the file that serves the target"
+        )
+    write_gguf(target.folder, out, "f16", tokens_of_folder(target.folder), name="target")
+    return out
