@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftstill.decode.network import Network
-from draftstill.decode.programs import Program
+from draftstill.decode.programs import Program, on_device
 
 _REPEATS = 15
 
@@ -53,6 +53,11 @@ def measure_costs(target: Network, drafts: Mapping[str, Network], context: int, 
 
     ``backend``: that of the decoder they are meant for; an eager step of a small model on CUDA is mostly launches.
     """
+    with on_device(target.device):
+        return _measure(target, drafts, context, gamma, rows, repeats, backend)
+
+
+def _measure(target: Network, drafts: Mapping[str, Network], context: int, gamma: int, rows: int, repeats: int, backend: str) -> Costs:
     tasks: dict[tuple[str, str], Callable[[], object]] = {
         ("verify", str(w)): _step(target, context, w, rows, backend) for w in range(1, gamma + 2)
     }
@@ -72,7 +77,8 @@ def measure_costs(target: Network, drafts: Mapping[str, Network], context: int, 
 
 
 def _step(network: Network, context: int, tokens: int, rows: int, backend: str) -> Callable[[], object]:
-    cache = network.new_cache(rows, context + tokens)
+    # As the decoder's caches: a program reads all of it.
+    cache = network.new_cache(rows, context + tokens if backend == "eager" else -(-(context + tokens) // 256) * 256)
     ids = torch.arange(context + tokens, device=network.device).remainder(network.vocab).expand(rows, -1)
     if context:
         network.forward(ids[:, :context], cache, [0] * rows)
@@ -80,9 +86,10 @@ def _step(network: Network, context: int, tokens: int, rows: int, backend: str) 
     if backend == "eager":
         return lambda: network.logits(network.forward(new, cache, [context] * rows))
     starts = torch.full((rows,), context, device=network.device)
+    kept = torch.empty(rows, tokens, network.columns, device=network.device)  # what is not kept, a compiler leaves out
 
     def body() -> None:
-        network.logits(network.forward(new, cache, starts))
+        kept.copy_(network.logits(network.forward(new, cache, starts)))
 
     program = Program(body, compiled=backend == "compile", captured=network.device.type == "cuda", keep=[])
     program.prepare(None)

@@ -125,6 +125,7 @@ class EncoderDecoderNetwork(Network):
         if self._reach >= length:
             return
         super()._extend(length)
+        length = self._reach
         distances = torch.arange(length, device=self.device)
         self._bias = self._bias_by_bucket[self._bucket(-distances, bidirectional=False, **self._buckets)].T.contiguous()
 

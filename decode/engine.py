@@ -19,7 +19,7 @@ from torch import Tensor
 from draftstill.decode.acceptance import Proposal
 from draftstill.decode.drafters import PROPOSERS, Asked, Batch, Drafter, Offer, Row, has_room, share_time
 from draftstill.decode.network import Network, StaticCache, prefill
-from draftstill.decode.programs import Backend, fallback
+from draftstill.decode.programs import Backend, fallback, on_device
 from draftstill.decode.requests import Active, Request, check_request, check_vocabulary
 from draftstill.decode.round import accept, verify
 from draftstill.decode.sampling import Law, Sampling, Text, uniforms
@@ -101,6 +101,11 @@ class Decoder:
 
         ``on_tokens(index, trace, new)`` is called after each round of a row, ``on_finish(index, trace)`` at its end.
         """
+        with on_device(self.target.device):
+            return self._run(requests, on_tokens, on_finish)
+
+    def _run(self, requests: Sequence[Request], on_tokens: Callable[[int, Trace, list[int]], None] | None,
+             on_finish: Callable[[int, Trace], None] | None) -> list[Trace]:  # fmt: skip
         for n, request in enumerate(requests):
             check_request(n, request, self.target, self.detokenize is not None)
         done: list[Trace | None] = [None] * len(requests)
@@ -160,6 +165,8 @@ class Decoder:
         if not self.eager:
             assert self._cache is not None
             if self._static is None or not self._static.fits(self._cache):
+                if self._static is not None:
+                    self._static.close()
                 self._static = StaticRounds(self, self._cache)
 
     # -- eager rounds -------------------------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ class Network:
         self._turned = max((2 * len(s.inv_freq) for s in stack.sorts if s.inv_freq is not None), default=self.width)
         self._tables: list[tuple[Tensor, Tensor] | None] = [None] * len(stack.sorts)
         self._learned, self._reach = stack.positions, 0
+        self._outgrown: list[Any] = []
         self._extend(min(1024, self.max_positions))
 
     def _count(self, head: Tensor) -> None:
@@ -155,7 +156,9 @@ class Network:
         """Tables of positions for at least ``length`` slots."""
         if self._reach >= length:
             return
-        self._reach = length
+        # A captured graph reads the tables it was made with, and the new ones begin alike: the old ones stay. Doubling bounds their number.
+        self._outgrown.append((list(self._tables), self._learned, getattr(self, "_bias", None)))
+        length = self._reach = max(length, 2 * self._reach)
         for n, sort in enumerate(self.stack.sorts):
             if sort.inv_freq is not None:
                 angle = torch.outer(torch.arange(length, device=self.device, dtype=torch.float32), sort.inv_freq.to(self.device))
@@ -210,10 +213,10 @@ class Network:
             mask = mask & (slots > positions_BT[:, :, None] - sort.window)
         mask = mask[:, None]
         folded = None
-        if fixed and tokens > 1 and self.heads != self.kv_heads and self._softcap is None:
-            # On CUDA no fused kernel takes grouped queries and a mask together; folded ones it takes, with the mask as a bias.
+        if fixed and self._softcap is None:
+            # Once for all layers what each would do: the mask as a bias, for queries of heads that share keys put one behind the other.
             bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, -torch.inf)
-            folded = bias.repeat(1, 1, self.heads // self.kv_heads, 1)
+            folded = bias if tokens == 1 else bias.repeat(1, 1, self.heads // self.kv_heads, 1)
         return Sight(None if cos is None else cos[:, None], None if sin is None else sin[:, None], low, mask, folded)
 
     def forward(self, ids_BT: Tensor, cache: StaticCache, starts: Sequence[int] | Tensor) -> Tensor:
@@ -288,7 +291,9 @@ class Network:
             # Heads that share keys become rows of one query: the CPU's grouped kernel takes 3 times as long for a single token
             # (.12-.21 ms against .045 per layer of the demo's target), and plain decoding is nothing but single tokens.
             q = q.reshape(B, self.kv_heads, self.heads // self.kv_heads * T, self.width)
-            a = F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask if T == 1 else sight.folded, scale=layer.scale)
+            a = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=sight.mask if sight.folded is None else sight.folded, scale=layer.scale
+            )
             if T > 1:
                 a = a.reshape(B, self.heads, T, self.width).transpose(1, 2)
             a = a.reshape(B, T, self.heads * self.width)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftstill.decode.drafters import CompositeDrafter, Drafter, ModelDrafter
 from draftstill.decode.guesses import GuessDrafter
@@ -52,6 +56,23 @@ def fallback(backend: Backend, target: Network, drafter: Drafter | None) -> str 
     return None
 
 
+@functools.cache
+def _side_stream(index: int) -> Any:
+    """One a device: libraries keep a workspace for every stream they were ever used on."""
+    return torch.cuda.Stream(index)
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make the device current: streams, events and captures go by it. And keep attention off cuDNN, which builds a plan of tens of milliseconds
+    and more for each new length of the keys: an eager round has a new one every time."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
+
+
 class Program:
     """A function of no arguments over fixed buffers: run as it is, compiled, or captured and replayed."""
 
@@ -66,16 +87,23 @@ class Program:
         """Compile and capture now, leaving the state (``keep``) as it was."""
         saved = [t.clone() for t in self.keep]
         if self.captured:
-            stream = torch.cuda.Stream()
+            stream = _side_stream(torch.cuda.current_device())
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     self.body()
                     self._restore(saved)
             torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.body()
+            graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+            gc.collect()
+            gc.disable()  # an old graph that is collected during a capture breaks it (pytorch#161037)
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self.body()
+            finally:
+                if collecting:
+                    gc.enable()
+            self.graph = graph
         else:
             self.body()
         self._restore(saved)

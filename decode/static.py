@@ -46,8 +46,6 @@ class _Flight:
     report: Tensor
     marks: list[Any]
     """Before the draft, before verify, after it: CUDA events, or seconds."""
-    warm_s: float
-    """Seconds of compiling and capturing that went before it."""
 
 
 class StaticRounds(DeviceRound):
@@ -64,7 +62,7 @@ class StaticRounds(DeviceRound):
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._staged = [self._pinned(R, 3 + G) for _ in range(2)], [self._pinned(R, 2 * G + 1, dtype=torch.float64) for _ in range(2)]
         self._turn = 0
-        self.warm_s = self._warm_before = 0.0
+        self.warm_s = self._warm_before = self._warm_told = 0.0
         """Seconds of compiling and capturing, in no round's time."""
 
     def close(self) -> None:
@@ -104,7 +102,7 @@ class StaticRounds(DeviceRound):
 
     def run(self, waiting: deque[Active], commit: Callable[..., list[int]], tell: Callable[[Active, list[int]], None]) -> None:
         """Answer all; ``commit`` and ``tell`` are the decoder's."""
-        self._warm_before = self.warm_s
+        self._warm_before = self._warm_told = self.warm_s
         for program in self.programs.values():
             program.runs = 0
         key = self._laws_for([i.row.sampling for i in waiting])
@@ -186,8 +184,7 @@ class StaticRounds(DeviceRound):
         g = max(steps, self._size(g_guess, decoder.gamma))
         # The host may be behind the device by rounds that all accept everything.
         reach = max((len(i.row.tokens) for i in items if i is not None), default=1) + (ahead + 1) * (decoder.gamma + 1)
-        window = next((w for w in _WINDOWS if w >= reach), reach)
-        warm_s = self.warm_s
+        window = min(next((w for w in _WINDOWS if w >= reach), reach), self.cache.slots)
         draft = self._program("draft", steps, window, key) if steps else None
         check = self._program("verify", g, window, key)
         marks = [self._mark()]
@@ -201,7 +198,7 @@ class StaticRounds(DeviceRound):
         report = self._staged[0][self._turn]
         report.copy_(self.report_R, non_blocking=True)
         marks.append(self._mark())
-        return _Flight(items, steps, report, marks, self.warm_s - warm_s)
+        return _Flight(items, steps, report, marks)
 
     def _needed(self, items: Sequence[Active | None]) -> tuple[int, int]:
         """Most tokens guessed, and most to draft, in any row; what the host decides is uploaded."""
@@ -267,7 +264,9 @@ class StaticRounds(DeviceRound):
             accepted, following, count, *tokens = found[s]
             news.append(commit(item, who, tokens, count, accepted, following))
         now = time.perf_counter()
-        host_s = max(0.0, now - clock - draft_s - verify_s - flight.warm_s)
+        # What was spent on making programs since the last report was spent in no round.
+        warm_s, self._warm_told = self.warm_s - self._warm_told, self.warm_s
+        host_s = max(0.0, now - clock - draft_s - verify_s - warm_s)
         share_time([i.trace.rounds[-1] for _, i in live], asked, flight.steps, (draft_s, verify_s, 0.0, host_s))
         for (_, item), new in zip(live, news, strict=True):
             tell(item, new)

@@ -253,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="few tokens, tiny random models: checks that the benchmark runs, and losslessness"
     )
     parser.add_argument("--draft", type=Path, help="a trained draft of the demo's target, for example runs/demo/draft/model")
+    parser.add_argument("--only", default="", help="pairs whose name holds this text")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode.json"), help="where the JSON goes")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("flashspec") is None:
@@ -270,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["gpu"] = torch.cuda.get_device_name()
     watch, started = LoadWatch(), time.monotonic()
     with quiet_transformers():
-        for pair in pairs(options.quick, options.draft, options.out.parent / "decode-corpus"):
+        chosen = [p for p in pairs(options.quick, options.draft, options.out.parent / "decode-corpus") if options.only in p.name]
+        if not chosen:
+            parser.error(f"no pair's name holds {options.only!r}")
+        for pair in chosen:
             run_pair(pair, dtype, device, options.quick, report)
     report |= {"other_cores": watch.other_cores(), "seconds": round(time.monotonic() - started, 1), "goals": goals(report)}
     write_json(options.out, report)

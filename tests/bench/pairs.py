@@ -104,7 +104,7 @@ def pairs(quick: bool, draft: Path | None, folder: Path) -> list[Pair]:
         Pair(f"SmolLM2-135M, 30 layers x 576, and {'its layers 0, 1, untrained' if draft is None else 'a trained draft'}",
              lambda: demo_pair(draft, prompts, folder), 4, tokens(48), seconds(60), main=True, kept=kept_ids(draft, 6144)),
         Pair(f"random Qwen2, {size}, {qwen.num_hidden_layers} layers x {qwen.hidden_size}, and its first layer",
-             lambda: random_pair(qwen, 1, 0.1 if quick else 0.01, prompts), 4, tokens(16), seconds(40)),
+             lambda: random_pair(qwen, 1, 0.1 if quick else 0.01, prompts), 4, tokens(32), seconds(45)),
         Pair(f"random Llama, {llama.num_hidden_layers} layers x {llama.hidden_size}, and its first 2 layers",
-             lambda: random_pair(llama, 2, 0.1 if quick else 0.03, prompts), 4, tokens(48), seconds(20)),
+             lambda: random_pair(llama, 2, 0.1 if quick else 0.03, prompts), 4, tokens(64), seconds(30)),
     ]  # fmt: skip

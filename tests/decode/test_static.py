@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -137,3 +139,33 @@ def test_encoder_decoders_and_windows_have_static_rounds(uncompiled, monkeypatch
                     for b in ("eager", "compile")]  # fmt: skip
             eager, device = (d.run(requests([sampling])) for d in made)
             assert facts(device) == facts(eager), kind
+
+
+def test_tables_that_a_program_reads_stay(uncompiled, target):
+    """One network, two decoders: the longer text of the second makes longer tables; the first's programs still have theirs."""
+    network = Network(make_model(positions=4096))
+    tables = [t.data_ptr() for t in network._tables[0]]
+    first = Decoder(network, backend="compile")
+    (before,) = first.run([Request([1, 2, 3], 20)])
+    Decoder(network).run([Request([5] * 1500, 3)])
+    assert [t.data_ptr() for t in network._tables[0]] != tables
+    assert any([t.data_ptr() for t in old[0]] == tables for old, *_ in network._outgrown if old[0] is not None)
+    (after,) = first.run([Request([1, 2, 3], 20)])
+    assert after.tokens == before.tokens
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_making_programs_is_in_no_round_however_late_it_happens(uncompiled, monkeypatch, lag):
+    """A window is outgrown in the middle of a text, and read a round behind."""
+    monkeypatch.setattr(static, "lag_of", lambda device: lag)
+    slow = programs.Program.prepare
+
+    def prepare(self, pool):
+        time.sleep(0.3)
+        slow(self, pool)
+
+    monkeypatch.setattr(programs.Program, "prepare", prepare)
+    decoder = Decoder(Network(make_model(positions=1024)), backend="compile")
+    (trace,) = decoder.run([Request([1] * 240, 30)])
+    assert trace.engine["programs"] == 2 and trace.engine["warm_s"] >= 0.6
+    assert max(r.seconds for r in trace.rounds) < 0.25
