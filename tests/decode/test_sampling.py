@@ -62,7 +62,7 @@ def two_token_law(model, prompt, sampling, vocab):
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", ["noised", "independent", "lookup", "composite", "trimmed", "composite_trimmed", "plain"])
 def test_first_two_tokens_follow_the_target(name, sampling):
-    vocab, prompt, draws = 12, [3, 1, 4, 1, 5, 3, 1], 3000
+    vocab, prompt, draws = 12, [3, 1, 4, 1, 5, 3, 1], 2000
     target = make_model(vocab=vocab, sharp=3.0)
     draft = make_model(vocab=vocab, seed=8, layers=1, sharp=3.0) if name == "independent" else noised(target, 0.4)
     lookup = LookupDrafter(3, vocab, torch.device("cpu"))
