@@ -106,3 +106,9 @@ def drafts(target):
 
 def network(model, **kw) -> Network:
     return Network(model, **kw)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small lose by a second thread: waking it takes longer than its share of the work."""
+    torch.set_num_threads(1)
