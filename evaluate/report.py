@@ -254,7 +254,8 @@ def conditions(score: Score) -> list[tuple[str, str]]:
 def how_run(conditions: dict[str, Any]) -> str:
     """The rounds' backend, with the reason where it is not what was asked for."""
     reason = f" (fell back: {conditions['fallback']})" if conditions.get("fallback") else ""
-    return f"{conditions['backend']} rounds{reason}, batch {conditions['rows']}"
+    weights = {True: ", weights laid out for the CPU's kernels", False: ", weights as loaded"}.get(conditions.get("packed"), "")
+    return f"{conditions['backend']} rounds{reason}{weights}, batch {conditions['rows']}"
 
 
 NOTES = (

@@ -283,7 +283,8 @@ def _conditions(recipe: Recipe, prompts: Sequence[Prompt], cells: dict[float, li
     every = [c for rows in cells.values() for c in rows]
     engine = every[0]["arms"][PLAIN]["engine"]
     return {
-        "rows": 1, "backend": engine["backend"], **({"fallback": engine["fallback"]} if "fallback" in engine else {}),
+        "rows": 1, "backend": engine["backend"], **({"packed": engine["packed"]} if "packed" in engine else {}),
+        **({"fallback": engine["fallback"]} if "fallback" in engine else {}),
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": describe_machine(), "threads": torch.get_num_threads() or cores(),
         "device": resolved_device(recipe), "dtype": resolved_dtype(recipe), "versions": versions(), "git": git_state(), "gamma": settings.gamma,
         "lookup_gamma": settings.lookup_gamma, "max_new_tokens": settings.max_new_tokens, "prompts": len(prompts), "seed": recipe.seed,

@@ -129,7 +129,10 @@ def served_acceptance(command: str, prompts: Sequence[Sequence[int]], *, max_new
                 raise DraftstillError(f"llama.cpp reports no drafted tokens for prompt {number}: it decodes without the draft", value=command,
                                       mend="check --spec-type draft-simple, and that the vocabulary fits (`draftstill publish RECIPE --check`)")  # fmt: skip
             drafted += timings["draft_n"]
-            accepted += timings.get("draft_n_accepted", 0)
+            if "draft_n_accepted" not in timings:
+                raise DraftstillError(f"llama.cpp reports drafted tokens for prompt {number}, but not how many it accepted", value=server_version(),
+                                      mend="report this: the server's timings have changed")  # fmt: skip
+            accepted += timings["draft_n_accepted"]
             written.append(answer["tokens"])
             seconds += timings["predicted_ms"] / 1000
     return {"server": server_version(), "command": command, "prompts": len(prompts), "max_new_tokens": max_new_tokens, "drafted": drafted,
