@@ -254,7 +254,8 @@ def conditions(score: Score) -> list[tuple[str, str]]:
 def how_run(conditions: dict[str, Any]) -> str:
     """The rounds' backend, with the reason where it is not what was asked for."""
     reason = f" (fell back: {conditions['fallback']})" if conditions.get("fallback") else ""
-    weights = {True: ", weights laid out for the CPU's kernels", False: ", weights as loaded"}.get(conditions.get("packed"), "")
+    laid = conditions.get("packed")  # None on a device, where there is nothing to lay out
+    weights = "" if laid is None else ", weights laid out for the CPU's kernels" if laid else ", weights as loaded"
     return f"{conditions['backend']} rounds{reason}{weights}, batch {conditions['rows']}"
 
 
