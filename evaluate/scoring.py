@@ -29,7 +29,7 @@ from draftstill.machine import LoadWatch, cores, describe_machine
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import RunFolder, Stage, git_state, read_json, versions, write_json
-from draftstill.stages import resolved_device, resolved_dtype, stages
+from draftstill.stages import resolved_device, resolved_dtype, served_target, stages
 from draftstill.train import train
 
 Score = dict[str, Any]
@@ -258,7 +258,7 @@ def winner(arms: list[dict[str, Any]], comparisons: list[dict[str, Any]], temper
 
 def _about_target(bench: Bench) -> dict[str, Any]:
     loaded, config = bench.target, bench.target.config
-    return {"name": loaded.source.name, "source": bench.recipe.target.source, "licence": loaded.source.licence, "parameters": loaded.network.parameters,
+    return {"name": loaded.source.name, "source": served_target(bench.recipe).source, "licence": loaded.source.licence, "parameters": loaded.network.parameters,
             "layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
             "dtype": resolved_dtype(bench.recipe)}  # fmt: skip
 

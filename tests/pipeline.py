@@ -26,6 +26,8 @@ from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder, hash_file
 
+ORDER = ("corpus", "responses", "recording", "draft", "score", "published")
+"""Stages of a recipe with one draft and a target taken as it is."""
 REAL, PADDED = 200, 256
 """Real tokens, and the target's configured size."""
 SPECIAL = ("<unk>", "<eos>", "<user>", "<assistant>")

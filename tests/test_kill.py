@@ -14,8 +14,7 @@ import pytest
 
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder, read_json
-from draftstill.stages import ORDER
-from tests.pipeline import command, hashes, make_home, process
+from tests.pipeline import ORDER, command, hashes, make_home, process
 
 SLOWER: dict[str, Any] = {
     # Small batches and shards: every stage writes often enough to be caught half-way.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from draftstill.runfolder import hash_file, read_json
-from draftstill.stages import ORDER, stages
-from tests.pipeline import PADDED, REAL, borrowed, command, finished, hashes, make_home, opened
+from draftstill.stages import stages
+from tests.pipeline import ORDER, PADDED, REAL, borrowed, command, finished, hashes, make_home, opened
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from draftstill.train.build import Draft, build_draft, preflight
     from draftstill.train.heldout import HeldOut, measure
-    from draftstill.train.loop import Job, train
+    from draftstill.train.launch import train
+    from draftstill.train.loop import Job
 
 _HOME = {
     "Draft": "build",
@@ -16,7 +17,7 @@ _HOME = {
     "HeldOut": "heldout",
     "measure": "heldout",
     "Job": "loop",
-    "train": "loop",
+    "train": "launch",
 }
 __all__ = [*_HOME]
 

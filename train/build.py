@@ -12,7 +12,7 @@ from draftstill.decode import refuse_unsupported, revision_of
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Recipe
 from draftstill.sources import load_config, load_model, load_tokenizer, resolve_model
-from draftstill.stages import resolved_dtype
+from draftstill.stages import resolved_dtype, served_target
 from draftstill.vocabulary import check_vocabulary
 
 
@@ -50,7 +50,7 @@ def preflight(recipe: Recipe) -> None:
     Raises:
         DraftstillError: an unsupported model, a kept layer the target does not have, a vocabulary that does not fit, a head too large.
     """
-    source = resolve_model(recipe.target, "target.source")
+    source = resolve_model(served_target(recipe), "target.source")
     config, tokenizer = load_config(source), load_tokenizer(source)
     _refuse_untrainable(config)
     if recipe.draft.source == "prune":
@@ -88,7 +88,7 @@ def build_draft(recipe: Recipe) -> Draft:
     Raises:
         DraftstillError: a kept layer the target does not have, or a draft whose vocabulary does not fit.
     """
-    source = resolve_model(recipe.target, "target.source")
+    source = resolve_model(served_target(recipe), "target.source")
     tokenizer = load_tokenizer(source)
     target = load_model(source, resolved_dtype(recipe), "cpu")
     _refuse_untrainable(target.config)

@@ -17,7 +17,8 @@ import pytest
 from draftstill import cli, guard
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder, write_json
-from draftstill.stages import ORDER, stages
+from draftstill.stages import stages
+from tests.pipeline import ORDER
 
 SCORE: dict[str, Any] = {
     "winner": {"arm": "tuned", "temperature": 0.7, "speedup": {"estimate": 1.3, "low": 1.2, "high": 1.4}},

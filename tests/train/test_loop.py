@@ -20,7 +20,8 @@ from draftstill.runfolder import hash_file, read_json, write_json
 from draftstill.stages import stages
 from draftstill.train import loop
 from draftstill.train.data import Batch, collate
-from draftstill.train.loop import Job, learning_rate, train
+from draftstill.train.launch import train
+from draftstill.train.loop import Job, learning_rate
 from tests.pipeline import borrowed, command, environment, finished, make_target, opened, sources, words
 
 RECORDED = ("corpus", "responses", "recording")

@@ -1,0 +1,86 @@
+"""The recipe: one typed YAML file that holds a whole run.
+
+Field docstrings are the help text and the JSON-schema descriptions. Training keys keep the spellings of
+transformers' ``TrainingArguments``. Reading, overriding and error text live in ``recipe_io``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from draftstill.recipe.adapt import Adapt
+from draftstill.recipe.base import Fraction, PositiveInt, Section
+from draftstill.recipe.evaluate import Arm, Evaluate
+from draftstill.recipe.models import Draft, Source, Target
+from draftstill.recipe.publish import Publish
+from draftstill.recipe.record import Kind, Record
+from draftstill.recipe.respond import Respond, Sampler
+from draftstill.recipe.text import Corpus
+from draftstill.recipe.train import Candidate, Loss, LossName, Tokens, Train
+
+__all__ = [
+    "Adapt",
+    "Arm",
+    "Candidate",
+    "Corpus",
+    "Draft",
+    "Evaluate",
+    "Fraction",
+    "Kind",
+    "Loss",
+    "LossName",
+    "PositiveInt",
+    "Publish",
+    "Recipe",
+    "Record",
+    "Respond",
+    "Sampler",
+    "Section",
+    "Source",
+    "Target",
+    "Tokens",
+    "Train",
+]
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    run_dir: str
+    """Folder for everything the run makes."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Decides the split, the prompts, the sampling and the training order."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: CUDA when there is one."""
+    target: Target
+    """The model whose answers count."""
+    draft: Draft = Draft()
+    """The model that guesses."""
+    corpus: Corpus
+    """The user's text."""
+    adapt: Adapt | None = None
+    """Tune the target first (default: take it as it is)."""
+    respond: Respond = Respond()
+    """Target-written text."""
+    record: Record = Record()
+    """Target distributions."""
+    train: Train = Train()
+    """Training."""
+    evaluate: Evaluate = Evaluate()
+    """Scoring."""
+    publish: Publish = Publish()
+    """Publishing."""
+
+    @model_validator(mode="after")
+    def _temperatures_agree(self) -> Recipe:
+        deployed = self.respond.sampler.temperature
+        if deployed not in self.evaluate.temperatures:
+            raise ValueError(f"evaluate.temperatures must contain the deployment's temperature, respond.sampler.temperature ({deployed:g})")
+        asked = self.train.loss.temperature
+        if self.record.mode != "hidden" and asked is not None and asked != self.record.temperature:
+            raise ValueError(
+                "train.loss.temperature must equal record.temperature in topk and auto mode, or leave it out; use record.mode: hidden for another"
+            )
+        return self

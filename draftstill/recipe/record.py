@@ -1,0 +1,60 @@
+"""The recording of the target's distributions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from draftstill.recipe.base import PositiveInt, Section
+from draftstill.recipe.models import Source
+
+Kind = Literal["response", "document", "rollout", "replay"]
+
+
+class Record(Section):
+    """The target's token distributions, on disk."""
+
+    mode: Literal["topk", "hidden", "auto"] = "topk"
+    """``topk``: K ids with log-probabilities and the exact tail mass. ``hidden``: the last hidden state, from which all of p follows.
+    ``auto``: a pilot sample decides."""
+    top_k: PositiveInt = 64
+    """Kept ids per position in ``topk`` mode, at most."""
+    kept_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keep no more ids at a position once they hold this much probability (1: always top_k). What is not kept is in the tail."""
+    logp_bits: Literal[8, 16] = 8
+    """Bits of a kept log-probability. 8 moves alpha by less than .001 on average and takes a quarter off the size; 16 is float16."""
+    hidden_bits: Literal[8, 16] | None = None
+    """Bits of a number of a hidden state: 8 (with a scale for every 32 numbers), 16 (bfloat16); default: the target's dtype. On the demo's
+    target 8 bits take .013 from the alpha of a perfect draft, 16 take .002."""
+    auto_tail: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    """``auto`` takes ``topk`` where the pilot's mean tail mass is below this: alpha is then known to within it."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Divides the target's logits in ``topk`` mode. Near the deployment's the tail is thin and the draft learns the law it will meet."""
+    document_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of corpus text scored beside the responses (0: responses only). Scoring is several times cheaper than responding."""
+    draft: Source | None = None
+    """An existing draft that rollouts and replays are made with, a section like ``target``: source, and for a wheel sha256."""
+    rollouts: Annotated[int, Field(ge=0)] = 0
+    """Training prompts that the draft continues; the target scores what it wrote (student rollouts)."""
+    replays: Annotated[int, Field(ge=0)] = 0
+    """Training prompts that target and draft decode together; only the positions where a proposed token was rejected are learnt from."""
+    replay_gamma: Annotated[int, Field(ge=1, le=64)] = 3
+    """Tokens the draft proposes per round in replays."""
+    shares: dict[Kind, Annotated[float, Field(gt=0.0)]] = {}
+    """Share of each kind of text in the supervised positions, for example {response: 3, document: 1}; the scarcest kind decides how
+    much is recorded in all. Default: everything there is."""
+    sequence_length: Annotated[int, Field(ge=8)] = 256
+    """Longest scored sequence; longer text is cut into pieces of this length."""
+    batch_size: PositiveInt = 8
+    """Sequences per teacher forward."""
+    shard_sequences: PositiveInt = 64
+    """Sequences per shard; a restart loses at most one shard."""
+    mirror: str | None = None
+    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests."""
+
+    @model_validator(mode="after")
+    def _draft_is_there(self) -> Record:
+        if (self.rollouts or self.replays) and not self.draft:
+            raise ValueError("rollouts and replays need record.draft, the draft that makes them")
+        return self
