@@ -23,6 +23,10 @@ from draftstill.decode.layers import Layer, Linear, Sort, Stack, can_pack, cappe
 __all__ = ["SUPPORTED", "Network", "Places", "Sight", "StaticCache", "plain_head", "prefill", "refuse_unsupported"]
 
 
+_FOLDED = 16
+"""Tokens up to which heads that share keys are put behind each other: a draft step or a verify pass, not a prefill."""
+
+
 class StaticCache:
     """Keys and values of one model, [B, K, S, D] per layer, allocated once.
 
@@ -162,8 +166,8 @@ class Network:
         for n, sort in enumerate(self.stack.sorts):
             if sort.inv_freq is not None:
                 angle = torch.outer(torch.arange(length, device=self.device, dtype=torch.float32), sort.inv_freq.to(self.device))
-                angle = torch.cat([angle, angle], -1)
-                self._tables[n] = (angle.cos() * sort.scaling).to(self.dtype), (angle.sin() * sort.scaling).to(self.dtype)
+                cos, sin = angle.cos() * sort.scaling, angle.sin() * sort.scaling
+                self._tables[n] = torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
         self.cos, self.sin = self._tables[0] or (torch.empty(0), torch.empty(0))
         if self._learned is not None and len(self._learned) < length:
             # Only padding ever stands past the last learned position.
@@ -206,18 +210,22 @@ class Network:
             mask = torch.ones(tokens, end - low, dtype=torch.bool, device=self.device).tril(lowest - low) if tokens > 1 else None
             if mask is not None and sort.window is not None and end > sort.window:
                 mask.triu_(lowest - low - sort.window + 1)
-            return Sight(cos, sin, low, mask)
+            return Sight(cos, sin, low, mask, None if mask is None or tokens > _FOLDED else self._folded(mask, tokens))
         slots = torch.arange(low, end, device=self.device)
         mask = slots <= positions_BT[:, :, None]
         if sort.window is not None:
             mask = mask & (slots > positions_BT[:, :, None] - sort.window)
         mask = mask[:, None]
-        folded = None
-        if fixed and self._softcap is None:
-            # Once for all layers what each would do: the mask as a bias, for queries of heads that share keys put one behind the other.
-            bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, -torch.inf)
-            folded = bias if tokens == 1 else bias.repeat(1, 1, self.heads // self.kv_heads, 1)
+        folded = self._folded(mask, tokens) if fixed or tokens <= _FOLDED else None
         return Sight(None if cos is None else cos[:, None], None if sin is None else sin[:, None], low, mask, folded)
+
+    def _folded(self, mask: Tensor, tokens: int) -> Tensor | None:
+        """Once for all layers what each would do: the mask as a bias, for queries of heads that share keys put one behind the other."""
+        if self._softcap is not None:
+            return None
+        bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, -torch.inf)
+        repeats = 1 if tokens == 1 else self.heads // self.kv_heads
+        return bias if repeats == 1 else bias.repeat(*[1] * (bias.dim() - 2), repeats, 1)
 
     def forward(self, ids_BT: Tensor, cache: StaticCache, starts: Sequence[int] | Tensor) -> Tensor:
         """Process tokens at positions starts[b] .. starts[b]+T-1, writing the cache.
@@ -264,7 +272,7 @@ class Network:
         if not self.stack.gated:
             return layer.down(self._act(layer.up(h)))
         gate, up = layer.up(h).chunk(2, -1)
-        return layer.down(self._act(gate) * up)
+        return layer.down(self._act(gate).mul_(up))
 
     def _attend(self, layer: Layer, h: Tensor, keys: Tensor, values: Tensor, places: Places) -> Tensor:
         B, T, _ = h.shape
@@ -289,11 +297,16 @@ class Network:
             a = capped_attention(q, keys, values, sight.mask, layer.scale, self._softcap)
         elif T == 1 or sight.folded is not None:
             # Heads that share keys become rows of one query: the CPU's grouped kernel takes 3 times as long for a single token
-            # (.12-.21 ms against .045 per layer of the demo's target), and plain decoding is nothing but single tokens.
+            # (.12-.21 ms against .045 per layer of the demo's target), and 1.2 to 1.6 times as long for a few.
             q = q.reshape(B, self.kv_heads, self.heads // self.kv_heads * T, self.width)
+            alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not q.is_cuda
+            if alone:  # of one row the CPU's bfloat16 kernel takes twice as long as of two (89 us against 45, 8 heads, 150 slots)
+                q = q.expand(-1, -1, 2, -1)
             a = F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=sight.mask if sight.folded is None else sight.folded, scale=layer.scale
             )
+            if alone:
+                a = a[:, :, :1]
             if T > 1:
                 a = a.reshape(B, self.heads, T, self.width).transpose(1, 2)
             a = a.reshape(B, T, self.heads * self.width)
