@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow bench-decode bench-distill bench-gpu bench-recording lint docs clean
+.PHONY: help venv demo test test-slow bench-decode bench-distill bench-drift bench-gpu bench-losses bench-reading bench-recording bench-respond bench-score bench-training lint docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,24 @@ bench-distill: .venv-bench/.installed  ## Time the fused loss against whole logi
 bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m tests.bench.gpu $(BENCH)
+
+bench-drift: venv  ## A tuned target and its draft, the paper in miniature: 100 minutes, in pieces (BENCH='--budget-minutes 20')
+	$(BIN)/python -m tests.bench.drift $(BENCH)
+
+bench-losses: venv  ## What each loss makes of the demo's draft, three orders each: 40 minutes, resumable
+	$(BIN)/python -m tests.bench.losses $(BENCH)
+
+bench-reading: venv  ## Read a 200 MB chat log with broken rows: time and memory
+	$(BIN)/python -m tests.bench.reading $(BENCH)
+
+bench-respond: venv  ## Time responding against transformers' generate in batches: minutes
+	$(BIN)/python -m tests.bench.respond $(BENCH)
+
+bench-score: venv  ## Score three candidates at four gammas, decode again at the best: 20 minutes
+	$(BIN)/python -m tests.bench.score $(BENCH)
+
+bench-training: venv  ## Time the training loop against the bare step: minutes
+	$(BIN)/python -m tests.bench.training $(BENCH)
 
 bench-recording: venv  ## Time recording against the bare target, reading against training: minutes
 	$(BIN)/python -m tests.bench.recording $(BENCH)

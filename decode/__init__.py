@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftstill.decode.adaptive import AdaptiveGamma, FixedGamma
+    from draftstill.decode.adaptive import AdaptiveGamma, FixedGamma, GammaPolicy, GoodputGamma
     from draftstill.decode.costs import Costs, measure_costs
+    from draftstill.decode.deriving import derive
     from draftstill.decode.drafters import CompositeDrafter, Drafter, ModelDrafter
     from draftstill.decode.encdec import make_network
     from draftstill.decode.engine import Decoder
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from draftstill.decode.viewer import show
 
 _FACE = {
-    "adaptive": ("AdaptiveGamma", "FixedGamma"),
+    "adaptive": ("AdaptiveGamma", "FixedGamma", "GammaPolicy", "GoodputGamma"),
     "costs": ("Costs", "measure_costs"),
+    "deriving": ("derive",),
     "drafters": ("CompositeDrafter", "Drafter", "ModelDrafter"),
     "encdec": ("make_network",),
     "engine": ("Decoder",),

@@ -1,13 +1,14 @@
-"""How many tokens to propose, decided row by row from what was accepted so far. Pure Python: no torch, no clock.
+"""How many tokens to propose, decided from what was accepted so far. Pure Python: no torch, no clock.
 
-A row's choice depends on its own history and on costs given beforehand, so a text does not depend on its neighbours or on
-how busy the machine is. It never looks at tokens that are not yet judged: the target's distribution stays exact.
+No policy looks at tokens that are not yet judged: the target's distribution stays exact. ``AdaptiveGamma`` decides row by row, from
+the row's own history and costs given beforehand, so a text does not depend on its neighbours or on how busy the machine is;
+``GoodputGamma`` decides for a batch as a whole, which a large one needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from draftstill.decode.theory import best_gamma
@@ -96,3 +97,55 @@ class AdaptiveGamma:
 
     def describe(self) -> dict[str, object]:
         return {"policy": "adaptive", "gamma": self.most, "c": self.c, "v": dict(self.v)}
+
+
+@dataclass(slots=True)
+class GoodputGamma:
+    """One gamma for all rows of a batch: the one with the most emitted tokens per second at this batch size; 0 where plain decoding has.
+
+    Goodput of Liu et al. (arXiv 2406.14066): expected tokens of all rows over the time of drafting and verifying. A batch runs as long
+    as its longest block, so rows that draft while others do not cost as if all did: the choice, the history and the probing are
+    shared. Rounds depend on the neighbours, therefore, though each text's distribution does not.
+
+    Args:
+        c, v, most: as in ``AdaptiveGamma``, measured with as many rows as are decoded.
+        rows: rows side by side.
+        prior_alpha, prior_weight: the estimate before anything is judged, and for how many judged tokens it counts.
+        half_life: judged tokens after which older ones count half.
+        probe_every: rounds without a draft after which one token is proposed all the same.
+    """
+
+    c: float
+    v: Mapping[int, float]
+    most: int
+    rows: int
+    prior_alpha: float = 0.5
+    prior_weight: float = 256.0
+    half_life: float = 2048.0
+    probe_every: int = 128
+    shared: Judged = field(default_factory=Judged)
+
+    def __post_init__(self) -> None:
+        missing = [g for g in range(1, self.most + 1) if g not in self.v]
+        if missing:
+            raise ValueError(f"no verify cost for gamma {missing}")
+
+    @property
+    def alpha(self) -> float:
+        """Estimated acceptance per token of the whole batch."""
+        return (self.shared.accepted + self.prior_alpha * self.prior_weight) / (self.shared.judged + self.prior_weight)
+
+    def choose(self, history: Judged) -> int:
+        best, _ = best_gamma(self.alpha, self.c, self.v, self.most)
+        # Idle is counted by row, so that all rows of a round probe together.
+        return 1 if best == 0 and self.most and self.shared.idle >= self.probe_every * self.rows else best
+
+    def learn(self, history: Judged, proposed: int, accepted: int) -> None:
+        mine = self.shared
+        mine.idle = 0 if proposed else mine.idle + 1
+        judged = accepted + (accepted < proposed)
+        fade = 0.5 ** (judged / self.half_life)
+        mine.accepted, mine.judged = mine.accepted * fade + accepted, mine.judged * fade + judged
+
+    def describe(self) -> dict[str, object]:
+        return {"policy": "goodput", "gamma": self.most, "rows": self.rows, "c": self.c, "v": dict(self.v)}

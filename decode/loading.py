@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from draftstill.decode.encdec import make_network
 from draftstill.decode.families import refuse_unsupported
 from draftstill.decode.network import Network
+from draftstill.errors import DraftstillError
 from draftstill.machine import cores
 from draftstill.recipe import Recipe
 from draftstill.sources import ModelSource, load_model, load_tokenizer, resolve_model
@@ -41,7 +43,10 @@ def set_threads() -> None:
 def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     """The recipe's target, in its decode dtype unless told otherwise."""
     set_threads()
-    source = resolve_model(served_target(recipe), "target.source")
+    named = served_target(recipe)
+    if named is not recipe.target and not Path(named.source).is_dir():
+        raise DraftstillError("the target has not been tuned yet", key="adapt", mend="first run: draftstill adapt RECIPE")
+    source = resolve_model(named, "target.source")
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
     refuse_unsupported(model.config)

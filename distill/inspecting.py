@@ -54,8 +54,12 @@ def _mode(m: dict[str, Any]) -> str:
     if m["mode"] == "hidden":
         bits = m.get("hidden_bits")
         return "hidden, " + (f"{bits} bits" if bits else f"in {m['dtype']}")
+    if m["mode"] == "text":
+        return "text: what the target wrote, no laws"
     until = "" if m["kept_mass"] >= 1 else f" (fewer once they hold {m['kept_mass']:g})"
-    return f"topk, K = {m['top_k']}{until}, temperature {m['temperature']}, {m['logp_bits']}-bit log-probabilities"
+    server = m.get("server")
+    where = f", from a {server['kind']} server ({server['version'] or 'version unknown'})" if server else ""
+    return f"topk, K = {m['top_k']}{until}, temperature {m['temperature']}, {m['logp_bits']}-bit log-probabilities{where}"
 
 
 def _tails(recording: Recording) -> list[tuple[str, str]]:

@@ -1,11 +1,13 @@
-"""Prompts cut from documents at natural borders. One tokenise path for responding, recording and scoring."""
+"""Prompts from the corpus: conversations as they are, passages cut at natural borders. One tokenise path for responding, recording and scoring."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftstill.corpus import Document
@@ -24,6 +26,25 @@ class Prompt:
     id: str
     ids: list[int]
     supervised_from: int
+    kind: str = "cut"
+    """``real``, ``cut`` or ``synthetic``."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What a template made the ids from, for services that take messages only."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Refusals:
+    """What made no prompt, by name and reason."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, str]] = []
+
+    def add(self, name: str, reason: str, detail: str = "") -> None:
+        self.rows.append({"id": name, "reason": reason, "detail": detail})
+
+    def counts(self) -> dict[str, int]:
+        """Rows by reason."""
+        return dict(sorted(Counter(r["reason"] for r in self.rows).items()))
 
 
 def seed_of(*parts: object) -> int:
@@ -43,45 +64,84 @@ def opening(tokenizer: Any) -> list[int]:
     return whole[:at]
 
 
-def cut_prompts(documents: list[Document], count: int, settings: Respond, tokenizer: Any, seed: int) -> list[Prompt]:
+def cut_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, *, context: int | None = None,
+                refusals: Refusals | None = None) -> list[Prompt]:  # fmt: skip
+    """Up to ``count`` prompts in the corpus's own mixture: conversations as they are (``chats``), documents cut (``cut``).
+
+    Args:
+        context: tokens that the target's context holds.
+        refusals: filled with the conversations that made no prompt.
+    """
+    from draftstill.distill.chats import real_prompts
+
+    chats, texts = [d for d in documents if d.messages], [d for d in documents if not d.messages]
+    share = round(count * len(chats) / max(1, len(documents)))
+    found = real_prompts(chats, share, settings, tokenizer, seed, context, refusals or Refusals()) if share else []
+    return [*found, *cut(texts, count - share, settings, tokenizer, seed)]
+
+
+def cut(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int) -> list[Prompt]:
     """Up to ``count`` prompts: one from each document in turn, then second ones and so on, none overlapping another.
 
     A document's opening comes first, then passages that begin at a paragraph or sentence.
     """
+    return [_prompt(name, ids, settings, tokenizer) for name, ids in passages(documents, count, settings.prompt_tokens, tokenizer, seed)]
+
+
+def passages(
+    documents: Sequence[Document], count: int, tokens: int, tokenizer: Any, seed: int, *, shorter: bool = False
+) -> list[tuple[str, list[int]]]:
+    """Up to ``count`` passages of ``tokens`` tokens as (name, ids), in the order of ``cut``; ``shorter``: a document's end may be shorter."""
     order = sorted(documents, key=lambda d: seed_of(seed, "order", d.id))
-    starts = {d.id: _starts(d, settings.prompt_tokens, seed) for d in order}
-    prompts: list[Prompt] = []
+    starts = {d.id: _starts(d, tokens, seed) for d in order}
+    found: list[tuple[str, list[int]]] = []
     for turn in range(max((len(s) for s in starts.values()), default=0)):
         for document in order:
-            if len(prompts) == count:
-                return prompts
+            if len(found) >= count:
+                return found
             if turn < len(starts[document.id]):
                 at = starts[document.id][turn]
-                ids = encode(tokenizer, document.text[at : at + _CHARS_PER_TOKEN * settings.prompt_tokens])[: settings.prompt_tokens]
-                if len(ids) == settings.prompt_tokens:
-                    prompts.append(_prompt(f"{document.id}@{at}", ids, settings, tokenizer))
-    return prompts
+                ids = encode(tokenizer, document.text[at : at + _CHARS_PER_TOKEN * tokens])[:tokens]
+                if len(ids) == tokens or (shorter and ids):
+                    found.append((f"{document.id}@{at}", ids))
+    return found
 
 
 def _starts(document: Document, prompt_tokens: int, seed: int) -> list[int]:
     """Character offsets of passages, the opening first; two passages never share text."""
     borders = [m.end() for m in _BORDER.finditer(document.text)]
     random.Random(seed_of(seed, "borders", document.id)).shuffle(borders)
-    length, chosen = _CHARS_PER_TOKEN * prompt_tokens, [0]
+    # Within a stretch of 2 lengths there is at most one start, so only the neighbouring stretches can hold one that is too near: a document
+    # of 10 MB has 100,000 borders.
+    apart = 2 * _CHARS_PER_TOKEN * prompt_tokens
+    chosen, by_stretch = [0], {0: 0}
     for at in borders:
-        if all(abs(at - other) >= 2 * length for other in chosen):
+        stretch = at // apart
+        if all(abs(at - by_stretch.get(s, -apart - at)) >= apart for s in (stretch - 1, stretch, stretch + 1)):
             chosen.append(at)
+            by_stretch[stretch] = at
     return chosen
 
 
 def _prompt(name: str, ids: list[int], settings: Respond, tokenizer: Any) -> Prompt:
     if not settings.chat_template:
         return Prompt(name, [*opening(tokenizer), *ids], 0)
+    require_template(tokenizer, "respond.chat_template", True)
+    return templated(name, [{"role": "user", "content": tokenizer.decode(ids)}], tokenizer)
+
+
+def require_template(tokenizer: Any, key: str, value: object) -> None:
+    """Raises DraftstillError: the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
-        raise DraftstillError("the target's tokenizer has no chat template", key="respond.chat_template", value=True,
-                              mend="set respond.chat_template: false for a base model")  # fmt: skip
-    turn = [{"role": "user", "content": tokenizer.decode(ids)}]
-    templated = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    ids = encode(tokenizer, templated)
+        mend = "set respond.chat_template: false for a base model" if key == "respond.chat_template" else "use the instruction-tuned model"
+        raise DraftstillError("the target's tokenizer has no chat template", key=key, value=value, mend=mend)
+
+
+def templated(
+    name: str, messages: list[dict[str, Any]], tokenizer: Any, kind: str = "cut", tools: list[dict[str, Any]] | None = None
+) -> Prompt:
+    """Turns as the target's chat template lays them out, open for its answer. Raises whatever the template raises."""
+    text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+    ids = encode(tokenizer, text)
     # The template is the server's text, not the target's: only what the target writes is learnt from.
-    return Prompt(name, ids, len(ids) - 1)
+    return Prompt(name, ids, len(ids) - 1, kind, messages, list(tools or ()))

@@ -16,9 +16,11 @@ from draftstill.decode import Loaded, load_target
 from draftstill.distill.ranks import ranks
 from draftstill.distill.remote import send
 from draftstill.distill.responses import SIDES, respond
-from draftstill.distill.scoring import Hidden, Scorer, TopK, by_length, score, score_texts
+from draftstill.distill.scoring import Hidden, Scorer, TopK, Written, by_length, score_texts
+from draftstill.distill.served import make_served
 from draftstill.distill.shards import bytes_per_position, mark_of, write_manifest
-from draftstill.distill.sources import Materials, Text, describe, gather, responses
+from draftstill.distill.sources import Materials, Text, describe, gather, held_out
+from draftstill.distill.targets import Described, describe_target
 from draftstill.errors import DraftstillError
 from draftstill.progress import duration, say
 from draftstill.recipe import Recipe, Record
@@ -35,8 +37,9 @@ _WORTH_A_PILOT = 16
 def record(recipe: Recipe, run: RunFolder) -> Path:
     """Write ``recording/train`` as the recipe says and ``recording/heldout`` as hidden states; returns the stage's folder.
 
-    The held-out side is always exact: alpha is measured on it at any temperature. Under a launch of many processes each one makes its
-    part of responses and shards; all of them return when everything is there.
+    The held-out side is exact wherever the target's weights are: alpha is measured on it at any temperature. Of a served target it holds what
+    the server gives, of a black box the text alone. Under a launch of many processes each one makes its part of responses and shards; all of
+    them return when everything is there.
     """
     here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["recording"]
@@ -48,24 +51,25 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
     if here.main:
         stage.begin()
     here.wait()
-    target = load_target(recipe)
+    target = load_target(recipe) if in_process(recipe.record) else describe_target(recipe)
     materials = Materials(recipe, target, prepare_corpus(recipe, run), written, stage.work, here)
-    texts = {"train": gather(materials), "heldout": list(responses(materials, "heldout"))}
-    pilot = _pilot(materials, texts)
+    texts = {"train": gather(materials), "heldout": held_out(materials)}
+    scorers = Scorers(target, recipe.record)
+    pilot = _pilot(materials, texts, scorers)
     about = {
-        "target": asdict(target.source), "dtype": resolved_dtype(recipe), "vocab": target.vocab, "hidden_size": target.network.hidden,
+        "target": asdict(target.source), "dtype": resolved_dtype(recipe), "vocab": target.vocab, "hidden_size": scorers.hidden_size,
         "revision": target.revision, "target_sha256": content_of(served_target(recipe).source) or recipe.target.sha256,
         "tokenizer_sha256": tokenizer_hash(target.tokenizer), "template_sha256": template_hash(target.tokenizer),
-        "sampler": recipe.respond.sampler.model_dump(),
+        "sampler": recipe.respond.sampler.model_dump(), **scorers.about(),
     }  # fmt: skip
     sizes = {}
     for side in SIDES:
-        mode = pilot["mode"] if side == "train" else "hidden"
-        scorer = make_scorer(target, recipe.record, mode) if side == "train" else Hidden(target.network)
+        mode = pilot["mode"] if side == "train" else scorers.heldout_mode
+        scorer = scorers.of(mode, side)
         made_from = {**about, "mode": mode, **_settings(recipe.record, mode, target.vocab, side)}
         label = "record" if side == "train" else "record held-out"
         folder, settings = stage.work / side, recipe.record
-        score_texts(texts[side], scorer, folder, settings.batch_size, settings.shard_sequences, label, mark=mark_of(made_from), here=here)
+        score_texts(texts[side], scorer, folder, scorers.batch, settings.shard_sequences, label, mark=mark_of(made_from), here=here)
         here.wait()
         if here.main:
             manifest = write_manifest(
@@ -84,15 +88,42 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
     return stage.folder
 
 
-def make_scorer(target: Loaded, settings: Record, mode: str) -> Scorer:
-    """What the training side is recorded with."""
-    if mode == "hidden":
-        return Hidden(target.network, settings.hidden_bits)
-    return TopK(target.network, settings.top_k, settings.temperature, settings.kept_mass, settings.logp_bits)
+def in_process(settings: Record) -> bool:
+    """Whether the recording takes the target's weights."""
+    return settings.server is None and settings.mode != "text"
+
+
+class Scorers:
+    """Where laws come from: the target in process, a server, or nowhere."""
+
+    def __init__(self, target: Loaded | Described, settings: Record) -> None:
+        self.target, self.settings = target, settings
+        self.served = make_served(settings, target.vocab, target.config.vocab_size, target.tokenizer) if settings.server else None
+        self.hidden_size: int = target.network.hidden if isinstance(target, Loaded) else target.config.hidden_size
+        self.heldout_mode = "hidden" if in_process(settings) else settings.mode
+        # A server is kept busy by a whole shard's texts at once.
+        self.batch = settings.shard_sequences if self.served else settings.batch_size
+
+    def of(self, mode: str, side: str) -> Scorer:
+        """What a side is recorded with."""
+        if self.served:
+            return self.served
+        if not isinstance(self.target, Loaded):
+            return Written(self.target.vocab)
+        s, network = self.settings, self.target.network
+        if mode == "hidden":
+            return Hidden(network, s.hidden_bits if side == "train" else None)
+        return TopK(network, s.top_k, s.temperature, s.kept_mass, s.logp_bits)
+
+    def about(self) -> dict[str, Any]:
+        """What a manifest says beside the target."""
+        return {"server": self.served.about} if self.served else {}
 
 
 def _settings(settings: Record, mode: str, vocab: int, side: str) -> dict[str, Any]:
     """What a reader must know of how laws were packed."""
+    if mode == "text":
+        return {}
     if mode == "hidden":
         return {"hidden_bits": settings.hidden_bits if side == "train" else None}
     return {"top_k": min(settings.top_k, vocab), "temperature": settings.temperature, "kept_mass": settings.kept_mass,
@@ -111,15 +142,17 @@ class Measured:
     """Mean tail mass."""
 
 
-def _pilot(materials: Materials, texts: dict[str, list[Text]]) -> dict[str, Any]:
+def _pilot(materials: Materials, texts: dict[str, list[Text]], scorers: Scorers) -> dict[str, Any]:
     """Decide the mode and say what is coming. Written down, so that a later attempt goes on in the same mode.
 
     Raises:
-        DraftstillError: the disk has not the room.
+        DraftstillError: the disk has not the room, or a server's laws cannot be recorded.
     """
     path, here, settings = materials.work / "pilot.json", materials.here, materials.recipe.record
+    if here.main and scorers.served:
+        scorers.served.probe(texts["train"][0].ids)
     if here.main and not path.exists():
-        found = measure(texts["train"], materials.target, settings) if _worth_it(texts["train"], settings) else None
+        found = measure(texts["train"], scorers) if in_process(settings) and _worth_it(texts["train"], settings) else None
         mode, auto = settings.mode, None
         if mode == "auto":
             assert found is not None
@@ -127,7 +160,7 @@ def _pilot(materials: Materials, texts: dict[str, list[Text]]) -> dict[str, Any]
             auto = {"mode": mode, "mean_tail": round(found.tail, 6), "auto_tail": settings.auto_tail, "pilot_tokens": found.tokens}
             say(f"  record.mode auto: {mode}, because the mean tail of {found.tokens:,} pilot tokens is {found.tail:.4f}, "
                 f"{'under' if mode == 'topk' else 'not under'} record.auto_tail {settings.auto_tail:g}")  # fmt: skip
-        size = _size(texts, materials.target, settings, mode, found)
+        size = _size(texts, scorers, resolved_dtype(materials.recipe), mode, found)
         free = shutil.disk_usage(materials.work).free
         if found is not None:
             seconds = sum(len(t.ids) for side in texts.values() for t in side) * found.seconds_per_token / here.world
@@ -147,16 +180,17 @@ def _worth_it(texts: Sequence[Text], settings: Record) -> bool:
     return settings.mode == "auto" or len(texts) >= _WORTH_A_PILOT * settings.batch_size
 
 
-def measure(texts: Sequence[Text], target: Loaded, settings: Record) -> Measured:
+def measure(texts: Sequence[Text], scorers: Scorers) -> Measured:
     """Score a few batches from all over the texts."""
+    settings = scorers.settings
     step = max(1, len(texts) // (_PILOT_BATCHES * settings.batch_size))
     sample = list(texts[::step][: _PILOT_BATCHES * settings.batch_size])
-    scorer = make_scorer(target, settings, "topk" if settings.mode != "hidden" else "hidden")
+    scorer = scorers.of("topk" if settings.mode != "hidden" else "hidden", "train")
     tails, counts, seconds, timed = [], [], 0.0, 0
     batches = by_length(sample, settings.batch_size)
     for number, rows in enumerate(batches):
         started = time.perf_counter()
-        for column in score([sample[i] for i in rows], scorer):
+        for column in scorer.columns([sample[i] for i in rows]):
             if "tail" in column:
                 known = column["count"] > 0
                 tails.append(column["tail"][known])
@@ -168,13 +202,12 @@ def measure(texts: Sequence[Text], target: Loaded, settings: Record) -> Measured
     return Measured(sum(len(t.ids) for t in sample), seconds / timed, mean(counts), mean(tails))
 
 
-def _size(texts: dict[str, list[Text]], target: Loaded, settings: Record, mode: str, found: Measured | None) -> float:
+def _size(texts: dict[str, list[Text]], scorers: Scorers, dtype: str, mode: str, found: Measured | None) -> float:
     """Bytes of both sides."""
-    own = target.network.embed.element_size()
+    settings, own = scorers.settings, getattr(torch, dtype).itemsize
     count = settings.top_k if found is None or not found.kept else found.kept
     width = {None: own, 8: 1.125, 16: 2}[settings.hidden_bits]
-    common = {"vocab": target.vocab, "hidden": target.network.hidden, "logp_bits": settings.logp_bits}
-    train = bytes_per_position(mode=mode, top_k=count, hidden_bytes=width, **common)
-    heldout = bytes_per_position(mode="hidden", top_k=0, hidden_bytes=own, **common)
-    positions = {side: sum(len(t.ids) for t in group) for side, group in texts.items()}
-    return positions["train"] * train + positions["heldout"] * heldout
+    common: dict[str, Any] = {"vocab": scorers.target.vocab, "hidden": scorers.hidden_size, "logp_bits": settings.logp_bits, "top_k": count}
+    each = {"train": bytes_per_position(mode=mode, hidden_bytes=width, **common),
+            "heldout": bytes_per_position(mode=scorers.heldout_mode, hidden_bytes=own, **common)}  # fmt: skip
+    return sum(each[side] * sum(len(t.ids) for t in group) for side, group in texts.items())

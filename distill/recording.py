@@ -44,7 +44,8 @@ class Recorded:
     tail: Tensor | None = None
     """[N], mass of all ids that were not kept; 1 at a position whose law was not recorded."""
     lse: Tensor | None = None
-    """[N], log-normaliser: logit / temperature = log p + lse; 0 at a position whose law was not recorded."""
+    """[N], log-normaliser: logit / temperature = log p + lse; 0 at a position whose law was not recorded. None: the laws came from a server,
+    which does not tell it."""
     hidden: Tensor | None = None
     mask: Tensor | None = None
     """Supervised positions, bool [N]; None: all from ``start`` on."""
@@ -156,6 +157,11 @@ class Recording:
         part = slice(self._offsets[shard][row], self._offsets[shard][row + 1])
         mask = columns["supervised"][part].bool() if "supervised" in columns else None
         item = Recorded(columns["tokens"][part].long(), self._starts[shard][row], mask=mask)
+        if self.mode == "text":
+            # The written token is all that is known of the law.
+            following = torch.nn.functional.pad(item.tokens[1:], (0, 1), value=-1)
+            item.ids, item.p, item.tail = following[:, None], (following >= 0).float()[:, None], (following < 0).float()
+            return item
         if self.mode == "hidden":
             hidden = columns["hidden"][part]
             item.hidden = decode_hidden(hidden, columns["scale"][part]) if "scale" in columns else hidden.clone()

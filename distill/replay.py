@@ -85,7 +85,7 @@ def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
     check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, "record.draft.source")
     draft, s = Network(model, vocab=target.vocab, key="record.draft.source"), recipe.respond.sampler
     settings = {
-        "sampling": Sampling(s.temperature, s.top_k, s.top_p),
+        "sampling": Sampling(**s.model_dump()),
         "eos": target.eos,
         "rows": recipe.respond.batch_size,
         "backend": "eager",

@@ -1,31 +1,54 @@
-"""The responses stage: the target continues prompts at the deployment sampler. Resumes at the last whole batch."""
+"""The responses stage: the target answers prompts at the deployment sampler, in process or at a server. Goes on where it stopped."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftstill.corpus import prepare_corpus, read_documents
-from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
-from draftstill.distill.ranks import ranks
+from draftstill.distill.prompts import Prompt, Refusals, cut, cut_prompts
+from draftstill.distill.ranks import Ranks, ranks
+from draftstill.distill.writing import INSTRUCT, RESPOND, Engine, InProcess, OverHttp, Window, read_rows, windows, written
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder, Stage, read_json, write_json
+from draftstill.runfolder import RunFolder, Stage, atomic_write, read_json
 from draftstill.stages import resolved_device, stages
 
 SIDES = {"train": "train", "heldout": "validation"}
 """Name of a side of the responses and the recording: the corpus split it comes from."""
 
 
+@dataclass(slots=True)
+class _Job:
+    """What the stage works with."""
+
+    recipe: Recipe
+    corpus: Path
+    work: Path
+    here: Ranks
+    target: Any
+    engine: Engine
+    refusals: Refusals = field(default_factory=Refusals)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the target's context holds."""
+        network = getattr(self.target, "network", None)
+        found = network.max_positions if network is not None else getattr(self.target.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
+
 def respond(recipe: Recipe, run: RunFolder) -> Path:
     """Write responses for training and for held-out validation; returns the stage's folder.
 
-    Each batch of ``respond.batch_size`` rows is one file, written when whole: a batch never depends on where an earlier attempt
-    stopped, so a resumed run ends with the same bytes. The processes of a launch share the batches out.
+    Raises:
+        DraftstillError: too few prompts, a template that is not there, a draft or a server that does not fit or does not answer. What was
+            written stays; the same command goes on.
     """
     here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["responses"]
@@ -37,66 +60,158 @@ def respond(recipe: Recipe, run: RunFolder) -> Path:
     here.wait()  # before the main process moves anything
     if done:
         return stage.folder
-    from draftstill.decode import load_target
-
     if here.main:
         stage.begin()
     here.wait()
-    work = stage.work
-    target = load_target(recipe)
-    sides = {side: _prompts(recipe, corpus, split, side, target) for side, split in SIDES.items()}
-    size = recipe.respond.batch_size
-    batches = [(prompts[first : first + size], work / f"{side}-{number:05d}.json")
-               for side, prompts in sides.items() for number, first in enumerate(range(0, len(prompts), size))]  # fmt: skip
-    mine = [b for n, b in enumerate(batches) if here.mine(n)]
+    job = _Job(recipe, corpus, stage.work, here, *_engine(recipe, stage.work, here))
+    sides: dict[str, list[Window]] = {}
+    for side in SIDES:
+        prompts = _prompts(job, side)
+        sides[side] = windows(job.work, side, prompts, recipe.respond)
+    mine = sum(len(w[1]) for side in sides.values() for n, w in enumerate(side) if here.mine(n))
     tokens = 0
-    with Progress("respond", sum(len(b) for b, _ in mine) * recipe.respond.max_new_tokens, "tokens", quiet=not here.main) as progress:
-        for batch, path in mine:
-            rows = read_json(path) if path.exists() else _write_batch(recipe, target, batch, path)
-            tokens += sum(len(r["response"]) for r in rows)
+    with Progress("respond", mine * recipe.respond.max_new_tokens, "tokens", quiet=not here.main) as progress:
+
+        def tell(new: int) -> None:
+            nonlocal tokens
+            tokens += new
             progress.update(tokens)
+
+        for found in sides.values():
+            written(job.engine, found, here, recipe.respond.max_new_tokens, RESPOND, tell)
     here.wait()
     if here.main:
-        _finish(recipe, stage, target, sides)
+        _finish(job, stage, sides)
     here.wait()
     return stage.folder
 
 
-def _finish(recipe: Recipe, stage: Stage, target: Any, sides: dict[str, list[Prompt]]) -> None:
-    rows = [row for side in SIDES for row in read_responses(stage.work, side)]
-    finish = Counter(r["finish"] for r in rows)
-    tokens = sum(len(r["response"]) for r in rows)
-    counts = {side: len(p) for side, p in sides.items()}
-    stage.finish(prompts=counts, tokens=tokens, finish=dict(finish), sampler=recipe.respond.sampler.model_dump(),
-                 target=asdict(target.source), eos=list(target.eos), vocab=target.vocab)  # fmt: skip
-    say(f"  responses: {counts['train']} for training, {counts['heldout']} held out; finished by {dict(finish)}")
+def _engine(recipe: Recipe, work: Path, here: Ranks) -> tuple[Any, Engine]:
+    """The target, with weights where it is decoded here, and who writes."""
+    if recipe.respond.server is None:
+        from draftstill.decode import load_target
+
+        loaded = load_target(recipe)
+        return loaded, InProcess(recipe, loaded)
+    from draftstill.distill.targets import describe_target
+
+    described = describe_target(recipe)
+    return described, OverHttp(recipe, described, work / f"journal-{here.rank}.jsonl")
 
 
-def _prompts(recipe: Recipe, corpus: Path, split: str, side: str, target: Any) -> list[Prompt]:
-    asked = recipe.respond.prompts if side == "train" else recipe.respond.heldout_prompts
-    prompts = cut_prompts(read_documents(corpus, split), asked, recipe.respond, target.tokenizer, recipe.seed)
+def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
+    target, settings = job.target, job.recipe.respond
+    rows = {side: list(read_rows(found)) for side, found in sides.items()}
+    every = [row for side in rows.values() for row in side]
+    kept = {side: sum("dropped" not in r for r in found) for side, found in rows.items()}
+    finish, tokens = Counter(r["finish"] for r in every), sum(len(r.get("response", ())) for r in every)
+    for side, count in kept.items():
+        if rows[side] and not count:
+            raise DraftstillError(f"no response of the side {side!r} can be kept; they ended by {dict(finish)}", key="respond.max_new_tokens",
+                                  value=settings.max_new_tokens, mend="raise it or set respond.truncated: keep, and add --set-aside")  # fmt: skip
+    if job.refusals.rows:
+        atomic_write(job.work / "rejected.jsonl", "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in job.refusals.rows))
+    for journal in job.work.glob("journal-*.jsonl"):
+        journal.unlink()
+    kinds = Counter(p.kind for found in sides.values() for _, prompts in found for p in prompts)
+    more: dict[str, Any] = {
+        "kinds": dict(sorted(kinds.items())),
+        "refused": job.refusals.counts(),
+        "dropped": len(every) - sum(kept.values()),
+    }
+    if isinstance(job.engine, OverHttp):
+        more["server"] = {**asdict(job.engine.about), "api": job.engine.server.api, "retokenised": sum("retokenised" in r for r in every)}
+    if settings.draft:
+        more["draft"] = settings.draft.source
+    asked = {side: len(found) for side, found in rows.items()}
+    stage.finish(prompts=asked, tokens=tokens, finish=dict(finish), sampler=settings.sampler.model_dump(), target=asdict(target.source),
+                 eos=list(target.eos), vocab=target.vocab, **more)  # fmt: skip
+    say(f"  responses: {kept['train']} for training, {kept['heldout']} held out; finished by {dict(finish)}")
+    if more["dropped"]:
+        say(f"  {more['dropped']} of them were dropped, not kept")
+    if job.refusals.rows:
+        told = ", ".join(f"{count} {reason}" for reason, count in job.refusals.counts().items())
+        say(f"  prompts refused: {told}; listed in {stage.folder / 'rejected.jsonl'}")
+
+
+def _prompts(job: _Job, side: str) -> list[Prompt]:
+    recipe, split = job.recipe, SIDES[side]
     key = "respond.prompts" if side == "train" else "respond.heldout_prompts"
+    asked = recipe.respond.prompts if side == "train" else recipe.respond.heldout_prompts
+    documents = read_documents(job.corpus, split)
+    prompts = _mixed(job, documents, asked, side) if recipe.respond.shares else cut_prompts(
+        documents, asked, recipe.respond, job.target.tokenizer, recipe.seed, context=job.context, refusals=job.refusals
+    )  # fmt: skip
     if asked and not prompts:
+        told = ", ".join(f"{count} {reason}" for reason, count in job.refusals.counts().items())
+        if told:
+            raise DraftstillError(f"no prompt could be made of the {split} documents: {told}", key="respond.chat_tokens", value=recipe.respond.chat_tokens,
+                                  mend="raise it, or look at the conversations and at the target's chat template")  # fmt: skip
         raise DraftstillError(f"no {split} document is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or add longer documents")  # fmt: skip
-    if len(prompts) < asked:
+    if len(prompts) < asked and job.here.main:
         say(f"  {key}: the {split} documents hold {len(prompts)} prompts, not {asked}")
     return prompts
 
 
-def _write_batch(recipe: Recipe, target: Any, batch: list[Prompt], path: Path) -> list[dict[str, Any]]:
-    from draftstill.decode import Decoder, Request, Sampling
+def _mixed(job: _Job, documents: list[Any], asked: int, side: str) -> list[Prompt]:
+    """Prompts by ``respond.shares``; what one kind lacks no other makes up for, so that the shares hold as far as they can.
 
-    sampler = recipe.respond.sampler
-    decoder = Decoder(target.network, sampling=Sampling(sampler.temperature, sampler.top_k, sampler.top_p), eos=target.eos, rows=len(batch))
-    traces = decoder.run([Request(p.ids, recipe.respond.max_new_tokens, seed=seed_of(recipe.seed, "respond", p.id)) for p in batch])
-    rows = [{"prompt_id": p.id, "prompt": p.ids, "supervised_from": p.supervised_from, "response": t.tokens, "finish": t.finish}
-            for p, t in zip(batch, traces, strict=True)]  # fmt: skip
-    write_json(path, rows)
-    return rows
+    Raises:
+        DraftstillError: there is nothing to make a kind from.
+    """
+    from draftstill.distill.chats import real_prompts
+    from draftstill.distill.synthetic import synthetic_prompts
+
+    settings, tokenizer, seed = job.recipe.respond, job.target.tokenizer, job.recipe.seed
+    chats, texts = [d for d in documents if d.messages], [d for d in documents if not d.messages]
+    prompts: list[Prompt] = []
+    for kind, count in split_counts(asked, {str(k): v for k, v in settings.shares.items()}).items():
+        source = chats if kind == "real" else texts if kind == "cut" else texts or chats
+        if count and not source:
+            what = "no conversation" if kind == "real" else "no document"
+            raise DraftstillError(f"the {SIDES[side]} split holds {what} to make {kind} prompts from", key="respond.shares", value=dict(settings.shares),
+                                  mend=f"leave {kind} out")  # fmt: skip
+        if kind == "real" and count:
+            prompts += real_prompts(source, count, settings, tokenizer, seed, job.context, job.refusals)
+        elif kind == "cut":
+            prompts += cut(source, count, settings, tokenizer, seed)
+        elif count:
+            prompts += synthetic_prompts(source, count, settings, tokenizer, seed, _writer(job), f"instructions-{side}", job.refusals)
+    return prompts
+
+
+def split_counts(count: int, shares: dict[str, float]) -> dict[str, int]:
+    """Whole numbers in these shares that add up to ``count``: the largest remainders are rounded up."""
+    exact = {kind: count * share / sum(shares.values()) for kind, share in shares.items()}
+    found = {kind: int(value) for kind, value in exact.items()}
+    for kind in sorted(exact, key=lambda k: found[k] - exact[k])[: count - sum(found.values())]:
+        found[kind] += 1
+    return found
+
+
+def _writer(job: _Job) -> Callable[[str, list[Prompt], int], list[dict[str, Any]]]:
+    """For instructions: the same engine, every process of the launch its share, then all of them read all."""
+
+    def write(stem: str, prompts: list[Prompt], length: int) -> list[dict[str, Any]]:
+        found = windows(job.work, stem, prompts, job.recipe.respond)
+        mine = sum(len(w[1]) for n, w in enumerate(found) if job.here.mine(n))
+        tokens = 0
+        with Progress("invent instructions", mine * length, "tokens", quiet=not job.here.main) as progress:
+
+            def tell(new: int) -> None:
+                nonlocal tokens
+                tokens += new
+                progress.update(tokens)
+
+            written(job.engine, found, job.here, length, INSTRUCT, tell)
+        job.here.wait()
+        return list(read_rows(found))
+
+    return write
 
 
 def read_responses(folder: Path, side: str) -> Iterator[dict[str, Any]]:
-    """Rows (prompt_id, prompt, supervised_from, response, finish) of one side, in order."""
+    """Rows (prompt_id, prompt, supervised_from, response, finish) of one side that were kept, in order."""
     for path in sorted(folder.glob(f"{side}-*.json")):
-        yield from read_json(path)
+        yield from (row for row in read_json(path) if "dropped" not in row)

@@ -22,19 +22,40 @@ from draftstill.progress import Progress
 
 
 class Scorer(Protocol):
-    """From final hidden states [N, H] of ``network`` to the columns of a shard, each [N, ...]."""
-
-    network: Network
+    """From texts to the columns of a shard."""
 
     @property
     def bits(self) -> dict[str, int | None]:
         """How ``write_shard`` packs them."""
+
+    def columns(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
+        """The columns of each text, [N, ...]."""
+
+
+class NetworkScorer(Scorer, Protocol):
+    """A scorer that has the target: from final hidden states [N, H] of ``network`` to columns [N, ...]."""
+
+    network: Network
 
     @property
     def whole(self) -> bool:
         """Whether positions that nothing is learnt from are kept, too."""
 
     def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]: ...
+
+
+@dataclass
+class Written:
+    """No laws at all: the text itself is what is learnt from."""
+
+    vocab: int
+
+    @property
+    def bits(self) -> dict[str, int | None]:
+        return {"vocab": self.vocab}
+
+    def columns(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
+        return [{} for _ in texts]
 
 
 def top_k(z_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -80,6 +101,9 @@ class TopK:
     @property
     def bits(self) -> dict[str, int | None]:
         return {"logp_bits": self.logp_bits, "vocab": self.network.vocab}
+
+    def columns(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
+        return score(texts, self)
 
     def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]:
         rows = self.rows or (_CPU_ROWS if hidden_NH.device.type == "cpu" else max(1, _DEVICE_LOGITS // self.network.vocab))
@@ -128,6 +152,9 @@ class Hidden:
     def bits(self) -> dict[str, int | None]:
         return {"hidden_bits": self.hidden_bits}
 
+    def columns(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
+        return score(texts, self)
+
     def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]:
         return {"hidden": hidden_NH.cpu()}
 
@@ -142,7 +169,7 @@ def score_batch(network: Network, texts: Sequence[Text]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def score(texts: Sequence[Text], scorer: Scorer) -> list[dict[str, Tensor]]:
+def score(texts: Sequence[Text], scorer: NetworkScorer) -> list[dict[str, Tensor]]:
     """The columns of each text. Positions that nothing is learnt from are not scored: they keep no id, and a tail of 1."""
     hidden = score_batch(scorer.network, texts)
     if scorer.whole:
@@ -186,7 +213,7 @@ def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int,
             else:
                 columns: list[dict[str, Tensor]] = [{}] * len(group)
                 for rows in by_length(group, batch):
-                    for i, piece in zip(rows, score([group[i] for i in rows], scorer), strict=True):
+                    for i, piece in zip(rows, scorer.columns([group[i] for i in rows]), strict=True):
                         columns[i] = piece
                     progress.update(min(progress.done + sum(len(group[i].ids) for i in rows), done + size))
                 save_shard(path, group, columns, scorer, mark)

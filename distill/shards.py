@@ -44,7 +44,7 @@ def write_shard(path: Path, tokens: Sequence[Sequence[int]], starts: Sequence[in
     Args:
         starts: first supervised position of each sequence.
         columns: [N, ...] in the order of the concatenated tokens. topk: ids [N, K] by falling probability, uint16 or wider; logp [N, K];
-            tail [N]; optionally lse [N], and count [N], kept ids per position (default: K). hidden: hidden [N, H].
+            tail [N]; optionally lse [N], and count [N], kept ids per position (default: K). hidden: hidden [N, H]. text: none.
         vocab: decides how wide ids are written; None: uint16 stays, others take 3 bytes.
         logp_bits: 8 or 16 for each log-probability; hidden_bits: 8, 16 (bfloat16) or None (as they are).
         masks: supervised positions of each sequence; None: all from its start on.
@@ -65,6 +65,8 @@ def write_shard(path: Path, tokens: Sequence[Sequence[int]], starts: Sequence[in
     rounding = 0.0
     if "ids" in columns:
         laws, rounding = _pack_laws(columns, offsets, logp_bits, vocab)
+    elif not columns:
+        laws = {}
     elif hidden_bits == 8:
         codes, scale = encode_hidden(columns["hidden"])
         laws = {"hidden": codes, "scale": scale}
@@ -126,6 +128,8 @@ def write_manifest(folder: Path, about: dict[str, Any], **more: Any) -> dict[str
 
 def bytes_per_position(*, mode: str, top_k: float, vocab: int, hidden: int, logp_bits: int, hidden_bytes: float) -> float:
     """What one position takes where ``top_k`` ids are kept, headers left aside."""
+    if mode == "text":
+        return 5
     if mode == "hidden":
         return 4 + hidden * hidden_bytes
     width = 2 if vocab <= 1 << 16 else 3

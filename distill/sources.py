@@ -6,7 +6,7 @@ Where a text stops at a limit its law is cut with it, so a source never has to k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from draftstill.recipe import Recipe
 if TYPE_CHECKING:
     from draftstill.decode import Loaded
     from draftstill.distill.ranks import Ranks
+    from draftstill.distill.targets import Described
 
 _SHORTEST = 32
 """Tokens of a document piece worth a row of its own."""
@@ -47,7 +48,7 @@ class Materials:
     """What sources draw from."""
 
     recipe: Recipe
-    target: Loaded
+    target: Loaded | Described
     corpus: Path
     responses: Path
     work: Path
@@ -69,8 +70,21 @@ def gather(materials: Materials) -> list[Text]:
     if not texts:
         raise DraftstillError("there is nothing to record for training", key="record.document_tokens", value=recipe.record.document_tokens,
                               mend="set respond.prompts or record.document_tokens above 0")  # fmt: skip
+    if recipe.record.mode == "text":
+        texts = [t for text in texts if (t := as_written(text)).supervised]
     mixed = [texts[i] for i in sorted(range(len(texts)), key=lambda i: seed_of(recipe.seed, "sequence", i))]
     return bucketed(in_shares(mixed, {str(kind): share for kind, share in recipe.record.shares.items()}), recipe.record.shard_sequences)
+
+
+def held_out(materials: Materials) -> list[Text]:
+    """The texts on which a draft is measured."""
+    texts = responses(materials, "heldout")
+    return [t for text in texts if (t := as_written(text)).supervised] if materials.recipe.record.mode == "text" else list(texts)
+
+
+def as_written(text: Text) -> Text:
+    """Supervised where the next token was written, for want of a law: not at the end."""
+    return replace(text, only=tuple(at for at in text.supervised if at + 1 < len(text.ids)))
 
 
 def in_shares(texts: list[Text], shares: dict[str, float]) -> list[Text]:
@@ -109,15 +123,30 @@ def bucketed(texts: list[Text], per_shard: int, window: int = 16) -> list[Text]:
 
 
 def responses(materials: Materials, side: str = "train") -> Iterator[Text]:
-    """Prompt and response as one text. The held-out side is supervised on what the target wrote alone: alpha is measured there."""
+    """Prompt and response as one text. The held-out side is supervised on what the target wrote alone: alpha is measured there.
+
+    Raises:
+        DraftstillError: the whole of every response lies behind record.sequence_length.
+    """
+    record, behind, kept = materials.recipe.record, 0, 0
     for row in read_responses(materials.responses, side):
         ids = [*row["prompt"], *row["response"]]
-        if row["finish"] == "eos":
-            ids.pop()  # nobody asks what follows the end
+        if row["finish"] == "eos" and record.mode != "text":
+            ids.pop()  # nobody asks what follows the end; where there are no laws, that it came is all that tells of it
         start = row["supervised_from"] if side == "train" else len(row["prompt"]) - 1
-        ids = ids[: materials.recipe.record.sequence_length]
-        if start < len(ids):  # else the whole response lies behind the cut
+        ids = ids[: record.sequence_length]
+        if start < len(ids):
+            kept += 1
             yield Text(ids, start)
+        else:
+            behind += 1
+    if behind:
+        told = f"{behind} of {behind + kept} {side} prompts alone are longer than a scored sequence, so that nothing of their answers is recorded"
+        mend = "raise it above respond.chat_tokens + respond.max_new_tokens"
+        if not kept:
+            raise DraftstillError(told, key="record.sequence_length", value=record.sequence_length, mend=mend)
+        if materials.here.main:
+            say(f"  record.sequence_length {record.sequence_length}: {told}; {mend}")
 
 
 def documents(materials: Materials) -> Iterator[Text]:

@@ -107,19 +107,34 @@ def _through(last: str, recipe: Recipe, run: RunFolder) -> None:
     from draftstill.stages import kind_of, stages
 
     found = stages(recipe, run)
-    kinds = [kind_of(name) for name in found]
-    names = list(found)[: len(kinds) - kinds[::-1].index(last)]
-    _refuse_early([found[name] for name in names], run)
-    if any(not found[name].done for name in names if kind_of(name) in ("adapted", "responses", "recording", "draft")):
-        _face("train", "preflight")(recipe)
-    for number, name in enumerate(names, 1):
-        stage, (verb, meaning) = found[name], TITLES[kind_of(name)]
-        if stage.done:
-            say(f"[{number}/{len(names)}] {name}: reused (made {read_json(stage.folder / 'provenance.json')['finished']})")
+    kinds = list(dict.fromkeys(kind_of(name) for name in found))
+    kinds = kinds[: kinds.index(last) + 1]
+    of = lambda kind: [stage for name, stage in found.items() if kind_of(name) == kind]  # noqa: E731 - one, of drafts several
+    _refuse_early([stage for kind in kinds for stage in of(kind)], run)
+    if any(not stage.done for kind in kinds if kind in ("adapted", "responses", "recording", "draft") for stage in of(kind)):
+        _face("train", "preflight_all")(recipe)
+    for number, kind in enumerate(kinds, 1):
+        verb, meaning = TITLES[kind]
+        group = of(kind)
+        made = [stage for stage in group if stage.done]
+        names = ", ".join(stage.name for stage in made)
+        if len(made) == len(group) or (kind == "draft" and kind != last and made and found["score"].done and _failed(group)):
+            say(f"[{number}/{len(kinds)}] {names}: reused (made {read_json(made[-1].folder / 'provenance.json')['finished']})")
             continue
-        say(f"[{number}/{len(names)}] {verb}: {'goes on where it stopped; ' if stage.begun else ''}{meaning}")
-        options = {"push": False, "dry_run": False} if name == "published" else {}
-        _face(*MAKERS[kind_of(name)])(recipe, run, **options)
+        say(f"[{number}/{len(kinds)}] {verb}: {'goes on where it stopped; ' if any(s.begun for s in group) else ''}{meaning}")
+        options = {"push": False, "dry_run": False} if kind == "published" else {}
+        _face(*MAKERS[kind])(recipe, run, **options)
+        if kind == "score" and recipe.train.report_to:
+            _face("evaluate", "track_score")(recipe, run)
+        if kind == "draft":
+            found = stages(recipe, run)  # the score is made of the drafts that could be made
+
+
+def _failed(drafts: list[Stage]) -> bool:
+    """Whether every draft that is missing failed. Where the others are scored, only `train` tries those again."""
+    from draftstill.stages import failure
+
+    return all(stage.done or failure(stage) for stage in drafts)
 
 
 def _verb(last: str, then: str | None, recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> tuple[Recipe, RunFolder]:
@@ -127,10 +142,26 @@ def _verb(last: str, then: str | None, recipe_path: Path, overrides: list[str] |
     recipe, run = _open(recipe_path, overrides, set_aside)
     with run.lock():
         _through(last, recipe, run)
-    print(f"\nmade  {run.path / last}")
+    from draftstill.stages import failure, kind_of, stages
+
+    print()
+    for name, stage in stages(recipe, run).items():
+        if kind_of(name) == last and stage.folder.exists():
+            print(f"made  {stage.folder}")
+        elif (why := failure(stage)) is not None:
+            print(f"not made  {name}: {why.splitlines()[0]}")
     if then:
         print(f"next  {shlex.join(['draftstill', then, str(recipe_path), *(overrides or [])])}")
     return recipe, run
+
+
+def _audit(recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> None:
+    recipe, run = _open(recipe_path, overrides, set_aside)
+    with run.lock():
+        _through("draft", recipe, run)
+        wrong = _face("evaluate", "audit_run")(recipe, run)
+    if wrong:
+        raise GateMissed("\n".join(wrong))
 
 
 def _show_score(run: RunFolder) -> dict[str, Any]:
@@ -156,6 +187,15 @@ def plan(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def adapt(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
+    """Tune the target itself on the corpus, where the recipe has a section adapt."""
+    if _open(recipe, overrides)[0].adapt is None:
+        raise DraftstillError("the recipe does not ask for a tuned target", key="adapt",
+                              mend="add the section adapt, for example adapt: {r: 16}; without it the target is taken as it is")  # fmt: skip
+    _verb("adapted", "distill", recipe, overrides, set_aside)
+
+
+@app.command()
 def distill(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
     """Corpus, then the target's responses, then the recording of its distributions."""
     _verb("recording", "train", recipe, overrides, set_aside)
@@ -174,10 +214,44 @@ def evaluate(
     set_aside: SetAside = False,
     min_speedup: Annotated[float | None, typer.Option(help="Exit 2 if the lower end of the winner's speed-up is below this.")] = None,
     min_alpha: Annotated[float | None, typer.Option(help="Exit 2 if the tuned draft's alpha is below this.")] = None,
+    load: Annotated[
+        bool,
+        typer.Option("--load", help="Measure throughput at the batch sizes of evaluate.batches, too; of 1, 4 and 16 if it names none."),
+    ] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Check losslessness alone, thoroughly; exit 2 if a check fails.")] = False,
+    server: Annotated[
+        str | None, typer.Option(help="Measure a running vLLM, SGLang or llama.cpp server beside the score.", show_default=False)
+    ] = None,
+    baseline_server: Annotated[
+        str | None, typer.Option(help="With --server: the same server without the draft, for its speed-up.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="An earlier score.json; exit 2 if a figure regressed beyond its interval.", show_default=False)
+    ] = None,
 ) -> None:
     """Score every candidate draft by decoding with it; write the report."""
-    _, run = _verb("score", "publish", recipe, overrides, set_aside)
-    missed = gates(_show_score(run), min_speedup, min_alpha)
+    if compare is not None and (audit or server is not None):
+        raise DraftstillError("--compare belongs to a score", key="--compare", value=str(compare), mend="leave out --audit and --server")
+    old = None if compare is None else _face("evaluate", "old_score")(compare)
+    if audit:
+        _audit(recipe, overrides, set_aside)
+        return
+    if load and _open(recipe, overrides)[0].evaluate.batches == (1,):
+        overrides = [*(overrides or ()), "evaluate.batches=[1,4,16]"]
+    if baseline_server is not None and server is None:
+        raise DraftstillError("--baseline-server belongs to --server", mend="give both addresses")
+    resolved, run = _verb("score", "publish", recipe, overrides, set_aside)
+    if server is not None:
+        with run.lock():
+            _face("evaluate", "score_server")(resolved, run, server, baseline_server)
+        return
+    if resolved.evaluate.batches != (1,):
+        with run.lock():
+            _face("evaluate", "measure_load")(resolved, run)
+    shown = _show_score(run)
+    missed = gates(shown, min_speedup, min_alpha)
+    if old is not None:
+        missed += _face("evaluate", "compare_scores")(shown, old, run.path / "score")
     if missed:
         raise GateMissed("\n".join(missed))
 
@@ -343,7 +417,8 @@ def gates(score: dict[str, Any], min_speedup: float | None, min_alpha: float | N
     if min_speedup is not None and (low is None or low < min_speedup):
         found = "there is no winner" if low is None else f"it is {low:.2f}"
         missed.append(f"--min-speedup {min_speedup}: {found} (lower end of the winner's interval at the deployment temperature)")
-    tuned = [arm for arm in score["arms"] if arm["arm"] == "tuned" and arm["temperature"] == winner["temperature"]]
+    published = score.get("publish") or "tuned"
+    tuned = [arm for arm in score["arms"] if arm["arm"] == published and arm["temperature"] == winner["temperature"]]
     alpha = tuned[0]["alpha"] if tuned else None
     if min_alpha is not None and (alpha is None or alpha < min_alpha):
         found = "it was not measured" if alpha is None else f"it is {alpha:.3f}"

@@ -1,79 +1,78 @@
 """The corpus stage: read, filter, drop exact duplicates, group near duplicates, split by group.
 
-Writes ``documents.jsonl`` (id, split, group, text) and ``rejected.jsonl`` (id, reason, detail) and accounts for every row:
-read = kept + the sum over reasons. The split is decided by ``recipe.seed`` and the documents alone.
+Writes ``documents.jsonl`` (id, split, group, text; of conversations also messages and tools) and ``rejected.jsonl`` (id, reason, detail)
+and accounts for every row: read = kept + the sum over reasons. The split is decided by ``recipe.seed`` and the documents alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftstill.dedupe import group_documents, near_duplicates, seen_share
-from draftstill.errors import DraftstillError
-from draftstill.progress import Progress, say
-from draftstill.readers import UNUSABLE, Row, read_rows
-from draftstill.recipe import Corpus, Recipe
-from draftstill.runfolder import RunFolder, atomic_write
-from draftstill.stages import stages
+import numpy as np
 
-SPLITS = ("train", "validation", "test")
+from draftstill.dedupe import group_documents, seen_shares
+from draftstill.errors import DraftstillError
+from draftstill.gathering import Gathering, compared_text
+from draftstill.progress import Progress, say
+from draftstill.readers import is_local
+from draftstill.recipe import Corpus, Recipe
+from draftstill.runfolder import RunFolder, read_json
+from draftstill.sides import SPLITS, choose_sides
+from draftstill.stages import stages
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document; ``group`` is the id of the first document of its group, and a group has one split."""
+    """One document or conversation; ``group`` is the id of the first document of its group, and a group has one split."""
 
     id: str
     split: str
     group: str
     text: str
-
-
-@dataclass
-class _Reading:
-    """What reading found: kept rows, rejected rows, and the number of rows looked at."""
-
-    kept: list[Row]
-    rejected: list[Row]
-    read: int = 0
-
-    def reasons(self) -> dict[str, int]:
-        return dict(sorted(Counter(str(r.reason) for r in self.rejected).items()))
+    """A document's text; of a conversation, its turns one below the other, for statistics, comparison and scoring as a document."""
+    messages: list[dict[str, Any]] | None = None
+    """A conversation's turns in OpenAI form; None for plain documents."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the conversation offered the model, in OpenAI form."""
 
 
 def prepare_corpus(recipe: Recipe, run: RunFolder) -> Path:
-    """Make the ``corpus`` stage, or reuse it; returns its folder. All kept text is held in memory while it is compared.
+    """Make the ``corpus`` stage, or reuse it; returns its folder. Kept text waits on disk while it is compared.
 
     Raises:
-        DraftstillError: a missing source, no usable document, mostly unusable rows, or too few groups to hold any out.
+        DraftstillError: a missing source, no usable document, too many faulty rows, too few groups to hold any out, or a test set other
+            than the frozen one.
     """
-    if run.path.resolve().is_relative_to(Path(recipe.corpus.source).expanduser().resolve()):
+    corpus = recipe.corpus
+    if is_local(corpus.source) and run.path.resolve().is_relative_to(Path(corpus.source).expanduser().resolve()):
         raise DraftstillError("the run folder lies inside the corpus folder, so that its own results would be read as text", key="run_dir",
-                              value=str(run.path), mend=f"give a run_dir outside of {recipe.corpus.source}")  # fmt: skip
+                              value=str(run.path), mend=f"give a run_dir outside of {corpus.source}")  # fmt: skip
     stage = stages(recipe, run)["corpus"]
     if stage.done:
+        _refuse_other_test_set(corpus, read_json(stage.folder / "provenance.json")["facts"])
         return stage.folder
     work = stage.begin()
-    reading = _read(recipe.corpus)
-    _write_jsonl(work / "rejected.jsonl", ({"id": r.id, "reason": r.reason, "detail": r.detail} for r in reading.rejected))
-    _refuse_unusable(recipe.corpus, reading, work / "rejected.jsonl")
+    gathered = Gathering(corpus, work)
+    gathered.gather()
+    _write(work / "rejected.jsonl", gathered.rejected())
+    _refuse_faulty(corpus, gathered, work / "rejected.jsonl")
+    _refuse_none(corpus, gathered)
 
-    rows, texts = reading.kept, [str(r.text) for r in reading.kept]
-    with Progress("comparing documents", len(rows), "documents") as progress:
-        pairs = near_duplicates(texts, recipe.corpus.near_duplicates, progress.update)
-    groups = group_documents([r.family for r in rows], pairs)
-    split_of = _split(groups, [r.id for r in rows], recipe)
-    documents = [Document(r.id, split_of[g], rows[g].id, t) for r, g, t in zip(rows, groups, texts, strict=True)]
-    _write_jsonl(work / "documents.jsonl", (asdict(d) for d in documents))
-
-    facts = _facts(reading, documents, len(pairs))
+    with Progress("compare", 1, "bands") as progress:
+        pairs = gathered.sketches.near_duplicates(corpus.near_duplicates, lambda done, all_: _shown(progress, done, all_))
+    groups = group_documents(gathered.families, pairs)
+    side_of = choose_sides({g: gathered.digests[g] for g in set(groups)}, len(groups), corpus.heldout_fraction, recipe.seed)
+    sides = [side_of[g] for g in groups]
+    facts = {**_facts(gathered, groups, sides, len(pairs)), "heldout_13grams_in_train": _overlap(gathered, sides)}
+    _refuse_other_test_set(corpus, facts)
+    _write(work / "documents.jsonl", _documents(gathered, groups, sides))
     folder = stage.finish(**facts)
     _report(facts, folder)
     return folder
@@ -81,106 +80,140 @@ def prepare_corpus(recipe: Recipe, run: RunFolder) -> Path:
 
 def read_documents(folder: str | Path, split: str) -> list[Document]:
     """The documents of one split (``train``, ``validation`` or ``test``) of a finished corpus stage, in reading order."""
+    return list(iter_documents(folder, split))
+
+
+def iter_documents(folder: str | Path, split: str) -> Iterator[Document]:
+    """The same, one by one."""
     if split not in SPLITS:
         raise ValueError(f"split is one of {SPLITS}, not {split!r}")
     with open(Path(folder) / "documents.jsonl", encoding="utf-8", newline="\n") as file:
-        documents = (Document(**json.loads(line)) for line in file)
-        return [d for d in documents if d.split == split]
+        for line in file:
+            row = json.loads(line)
+            if row["split"] == split:
+                yield Document(**row)
 
 
-def _read(corpus: Corpus) -> _Reading:
-    reading = _Reading([], [])
-    first: dict[bytes, str] = {}
-    for row in read_rows(corpus):
-        reading.read += 1
-        if row.reason is not None:
-            reading.rejected.append(row)
-            continue
-        text = str(row.text).strip()
-        digest = hashlib.sha256(text.encode()).digest()
-        if not text:
-            reading.rejected.append(Row(row.id, None, "empty"))
-        elif len(text) < corpus.min_chars:
-            reading.rejected.append(Row(row.id, None, "too short", f"{len(text)} characters"))
-        elif digest in first:
-            reading.rejected.append(Row(row.id, None, "exact duplicate", f"of {first[digest]}"))
-        else:
-            first[digest] = row.id
-            reading.kept.append(row._replace(text=text))
-            if len(reading.kept) == corpus.max_documents:
-                break
-    if reading.read != len(reading.kept) + len(reading.rejected):
-        raise AssertionError("a row was neither kept nor rejected")
-    return reading
+def _shown(progress: Progress, done: int, total: int) -> None:
+    progress.total = total
+    progress.update(done)
 
 
-def _refuse_unusable(corpus: Corpus, reading: _Reading, listing: Path) -> None:
-    found = ", ".join(f"{count} {reason}" for reason, count in reading.reasons().items())
-    faults = [r for r in reading.rejected if r.reason in UNUSABLE]
-    if reading.read == 0:
+def _write(path: Path, lines: Iterable[bytes]) -> None:
+    """Lines to a file that is there when it is whole; they may be more than the memory holds."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _documents(gathered: Gathering, groups: list[int], sides: list[str]) -> Iterator[bytes]:
+    for row_id, group, side, line in zip(gathered.ids, groups, sides, gathered.kept(), strict=True):
+        head = json.dumps({"id": row_id, "split": side, "group": gathered.ids[group]}, ensure_ascii=False).encode()
+        yield head[:-1] + b", " + line[1:]  # what was kept is a JSON object of its own
+
+
+def _refuse_faulty(corpus: Corpus, gathered: Gathering, listing: Path) -> None:
+    if gathered.read == 0:
         raise DraftstillError("the corpus holds no row at all", key="corpus.source", value=corpus.source,
                               mend="give a file or folder with documents in it")  # fmt: skip
-    if 2 * len(faults) > reading.read:
-        first = faults[0]
-        missing = first.reason == "missing field"
+    faults = sum(gathered.faults.values())
+    first = gathered.first_fault
+    if first is None or faults <= corpus.max_rejected * gathered.read:
+        return
+    found = ", ".join(f"{count:,} {reason}" for reason, count in gathered.faults.items())
+    problem = f"{faults:,} of {gathered.read:,} rows cannot be used ({found}); the first is {first.id}: {first.reason}, {first.detail}"
+    where = f"; all rejected rows are in {listing}"
+    if "missing field" in gathered.faults and 2 * gathered.faults["missing field"] > faults:
+        key, value = ("corpus.fields", corpus.fields) if corpus.fields else ("corpus.field", corpus.field)
+        mend = "set corpus.field to the field that holds the text, or corpus.fields for prompts, answers and conversations"
+        raise DraftstillError(problem, key=key, value=value, mend=mend + where)
+    lenient = 2 * faults <= gathered.read
+    raise DraftstillError(problem, key="corpus.max_rejected" if lenient else "corpus.source", value=corpus.max_rejected if lenient else corpus.source,
+                          mend=("mend the rows, or set it higher" if lenient else "mend the file") + where)  # fmt: skip
+
+
+def _refuse_none(corpus: Corpus, gathered: Gathering) -> None:
+    if gathered.ids:
+        return
+    found = ", ".join(f"{count:,} {reason}" for reason, count in sorted(gathered.reasons.items()))
+    key, value, mend = "corpus.source", corpus.source, "choose other corpus.categories, corpus.where or corpus.include"
+    if "too short" in gathered.reasons:
+        key, value, mend = "corpus.min_chars", corpus.min_chars, "lower corpus.min_chars, or join short texts into longer documents"  # type: ignore[assignment]
+    elif "too long" in gathered.reasons:
+        key, value, mend = "corpus.max_chars", corpus.max_chars, "raise corpus.max_chars, or cut long texts where they have their own ends"  # type: ignore[assignment]
+    elif gathered.faults:
+        mend = "mend the file"
+    raise DraftstillError(f"none of {gathered.read:,} rows was kept ({found})", key=key, value=value, mend=mend)
+
+
+def _refuse_other_test_set(corpus: Corpus, facts: dict[str, Any]) -> None:
+    found = facts.get("test_sha256")
+    if corpus.test_sha256 is not None and found != corpus.test_sha256:
         raise DraftstillError(
-            f"{len(faults)} of {reading.read} rows cannot be used ({found}); the first is {first.id}: {first.reason}, {first.detail}",
-            key="corpus.field" if missing else "corpus.source", value=corpus.field if missing else corpus.source,
-            mend=("set corpus.field to the field that holds the text" if missing else "mend the file") + f"; all rejected rows are in {listing}",
-        )  # fmt: skip
-    if not reading.kept:
-        short = all(r.reason in (*UNUSABLE, "too short", "exact duplicate") for r in reading.rejected)
-        key, value = ("corpus.min_chars", corpus.min_chars) if short else ("corpus.source", corpus.source)
-        raise DraftstillError(
-            f"none of {reading.read} rows was kept ({found})", key=key, value=value,
-            mend=("lower corpus.min_chars, or join short texts into longer documents" if short else "choose other corpus.categories"),
+            "the test documents are not the frozen ones, so scores could not be compared", key="corpus.test_sha256", value=corpus.test_sha256,
+            mend=f"restore the corpus, the seed and the settings they came from; or, to begin a new series, set it to {found}",
         )  # fmt: skip
 
 
-def _split(groups: Sequence[int], ids: Sequence[str], recipe: Recipe) -> dict[int, str]:
-    """Split of each group: shuffled by the seed, the first half of the held-out share validates and the second half tests."""
-    roots = sorted(set(groups), key=lambda g: (ids[g], g))  # by name, so that the split does not hang on reading order
-    fraction = recipe.corpus.heldout_fraction
-    side = round(len(roots) * fraction / 2)
-    if side == 0 or len(roots) <= 2 * side:
-        least = 2 / len(roots)
-        raise DraftstillError(
-            f"{len(groups)} documents in {len(roots)} groups of near duplicates leave an empty split at this share",
-            key="corpus.heldout_fraction", value=fraction,
-            mend="give more documents that differ (a group of near duplicates stays on one side)" if len(roots) < 3
-            else f"set it to at least {min(least + 0.005, 0.99):.2f} and below 1, or give more documents" if side == 0
-            else "set it lower, so that something is left to train on",
-        )  # fmt: skip
-    random.Random(recipe.seed).shuffle(roots)
-    return {g: "validation" if n < side else "test" if n < 2 * side else "train" for n, g in enumerate(roots)}
-
-
-def _facts(reading: _Reading, documents: Sequence[Document], pairs: int) -> dict[str, Any]:
-    chosen = {s: [d for d in documents if d.split == s] for s in SPLITS}
-    reasons = reading.reasons()
-    return {
-        "read": reading.read,
-        "kept": len(documents),
+def _facts(gathered: Gathering, groups: list[int], sides: list[str], pairs: int) -> dict[str, Any]:
+    lengths, side = np.array(gathered.lengths), np.array(sides)
+    low, middle, high = np.percentile(lengths, [10, 50, 90]).astype(int).tolist()
+    reasons = dict(sorted(gathered.reasons.items()))
+    test = sorted(digest for digest, s in zip(gathered.digests, sides, strict=True) if s == "test")
+    facts = {
+        "read": gathered.read,
+        "kept": len(gathered.ids),
         "rejected": reasons,
         "exact_duplicates": reasons.get("exact duplicate", 0),
         "near_duplicate_pairs": pairs,
-        "groups": len({d.group for d in documents}),
-        "largest_group": max(Counter(d.group for d in documents).values()),
-        "splits": {s: {"documents": len(ds), "characters": sum(len(d.text) for d in ds)} for s, ds in chosen.items()},
-        "heldout_13grams_in_train": {
-            s: round(seen_share((d.text for d in chosen["train"]), (d.text for d in chosen[s])), 4) for s in SPLITS[1:]
-        },
+        "crowded_buckets": gathered.sketches.crowded,
+        "groups": len(set(groups)),
+        "largest_group": max(Counter(groups).values()),
+        "splits": {s: {"documents": int((side == s).sum()), "characters": int(lengths[side == s].sum())} for s in SPLITS},
+        "characters": {"p10": low, "median": middle, "p90": high, "longest": int(lengths.max())},
+        "test_sha256": hashlib.sha256(b"".join(test)).hexdigest(),
     }
+    if gathered.meter.files:
+        facts["files"] = {"read": gathered.meter.files, "left_alone": dict(sorted(gathered.meter.others.items()))}
+    if gathered.meter.guesses:
+        facts["shapes"] = dict(sorted(gathered.meter.guesses.items()))
+    if gathered.conversations:
+        facts["conversations"] = {"count": gathered.conversations, "turns": gathered.turns, "with_tools": gathered.with_tools}
+    if gathered.corpus.redact:
+        counts = {kind: gathered.redactor.counts[kind] for kind in gathered.corpus.redact}
+        facts["redacted"] = {"documents": gathered.redactor.rows, "replaced": counts}
+    return facts
+
+
+def _overlap(gathered: Gathering, sides: list[str]) -> dict[str, float]:
+    texts = lambda split: (compared_text(line) for side, line in zip(sides, gathered.kept(), strict=True) if side == split)  # noqa: E731
+    return {s: round(share, 4) for s, share in seen_shares(texts("train"), {s: texts(s) for s in SPLITS[1:]}).items()}
 
 
 def _report(facts: dict[str, Any], folder: Path) -> None:
     rejected = ", ".join(f"{count:,} {reason}" for reason, count in facts["rejected"].items()) or "none"
     say(f"corpus: {facts['read']:,} rows read, {facts['kept']:,} kept; rejected: {rejected}")
+    left = facts.get("files", {}).get("left_alone")
+    if left:
+        say(f"  files of other kinds, left alone: {', '.join(f'{count:,} {end}' for end, count in left.items())}")
+    if "conversations" in facts:
+        c = facts["conversations"]
+        say(f"  {c['count']:,} conversations of {c['turns']:,} turns, {c['with_tools']:,} with tools")
+    if "redacted" in facts:
+        replaced = ", ".join(f"{count:,} {kind}" for kind, count in facts["redacted"]["replaced"].items())
+        say(f"  redacted in {facts['redacted']['documents']:,} rows: {replaced}")
     say(f"  {facts['groups']:,} groups ({facts['near_duplicate_pairs']:,} near-duplicate pairs); no group stands on two sides")
+    if facts["crowded_buckets"]:
+        say(f"  {facts['crowded_buckets']:,} times over a thousand documents shared a phrase and were compared in part")
     for split, counted in facts["splits"].items():
         say(f"  {split:<10} {counted['documents']:>8,} documents {counted['characters']:>14,} characters")
+    shares = ", ".join(f"{share:.1%} ({split})" for split, share in facts["heldout_13grams_in_train"].items())
+    say(f"  held-out runs of 13 words that also stand in training documents: {shares}")
+    say(f"  corpus.test_sha256: {facts['test_sha256']}  freezes the test documents")
     say(f"  in {folder}")
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    atomic_write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

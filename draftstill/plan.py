@@ -1,41 +1,32 @@
-"""What a run will do, reuse and need, said before it starts. Imports no torch and asks no network.
+"""What a run will do, reuse and need, and what its drafts are worth, said before it starts. Imports no torch and asks no network.
 
-Part of the front door (top layer). Every size is an estimate made from the recipe and, where it lies on this machine, the target's
-configuration; the constants behind the estimates stand together below.
+Part of the front door (top layer). The numbers come from ``estimates``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import re
 import shutil
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from draftstill.estimates import Estimates, cost_of, estimate, faults_of_drafts, sizes_of_drafts, target_size
 from draftstill.machine import cores, cpu_has_bf16, cpu_model, memory_gib
 from draftstill.progress import duration
-from draftstill.recipe import Draft, Recipe, Source
+from draftstill.readers import is_local
+from draftstill.recipe import Adapt, Draft, Recipe
 from draftstill.recipe_io import recipe_reference
-from draftstill.runfolder import RunFolder, Stage, hash_file, read_json
-from draftstill.stages import resolved_device, resolved_dtype, stages, trains_in_bf16
+from draftstill.runfolder import RunFolder, Stage, read_json
+from draftstill.sizes import Size
+from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, stages, trains_in_bf16
 
 State = Literal["reused", "goes on", "will run", "made by another recipe"]
 
-# Constants of the estimates.
-POSITION_BYTES = 4  # per recorded position: token id
-LAW_BYTES = 9  # beside the kept ids of a topk position: their count, tail mass, log-normaliser
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TRAINING_BYTES = 16  # a trained parameter: float32 weight, gradient, two AdamW moments
-CHECKPOINT_BYTES = 12  # float32 weight and two moments
-EXPORT_BYTES = 4  # a published parameter, at most
-RUNTIME_GIB = 1.5  # Python, torch and its work space
-
+WIDTH = 80
+"""Columns of the plan."""
 BREAK_EVEN_C = (0.05, 0.1, 0.2, 0.3)
-BREAK_EVEN_ALPHA = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def state(stage: Stage) -> State:
@@ -49,142 +40,6 @@ def state(stage: Stage) -> State:
     if not same and now == "goes on" and not stage.worked:
         return "will run"
     return "made by another recipe" if not same else "reused" if now == "reused" else "goes on"
-
-
-@dataclass(frozen=True)
-class Size:
-    """The numbers of a decoder-only target that estimates need."""
-
-    layers: int
-    hidden: int
-    vocabulary: int
-    layer_parameters: int
-    head_parameters: int
-    """Embedding and output head; one matrix where they are tied."""
-    cache_values: int
-    """Key and value numbers per token and layer."""
-
-    def parameters(self, layers: int | None = None) -> int:
-        return self.head_parameters + self.layer_parameters * (self.layers if layers is None else layers)
-
-
-def local_config(source: Source | Draft) -> dict[str, Any] | None:
-    """The model's ``config.json`` where it already lies on this machine; None where it must be downloaded or converted first."""
-    path = _config_path(source)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def _config_path(source: Source | Draft) -> Path | None:
-    from draftstill.cache import cache_dir
-    from draftstill.convert import CONVERTER
-    from draftstill.sources import is_wheel
-
-    root = Path(source.source).expanduser()
-    if is_wheel(source.source):
-        name, _, version = source.source.removeprefix("wheel:").partition("==")
-        root = cache_dir() / "wheels" / f"{re.sub('[-_.]+', '-', name).lower()}-{version}-{source.sha256}"
-    elif not root.exists():
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # not a Hub id
-            found = try_to_load_from_cache(source.source, "config.json", revision=source.revision)
-            return Path(found) if isinstance(found, str) else None
-        return None
-    if root.is_dir() and (configs := sorted(root.rglob("config.json") if is_wheel(source.source) else root.glob("config.json"))):
-        return configs[0]
-    ggufs = [root] if root.suffix == ".gguf" else [p for p in root.rglob("*.gguf") if source.file in (None, p.name)]
-    return cache_dir() / "gguf" / f"{hash_file(ggufs[0])}-v{CONVERTER}" / "config.json" if len(ggufs) == 1 and ggufs[0].is_file() else None
-
-
-def size_of(config: dict[str, Any] | None) -> Size | None:
-    """Size of a gated-MLP transformer from its configuration; None where the needed keys are missing."""
-    if config is None:
-        return None
-    config = {**config, **config.get("text_config", {})} if isinstance(config.get("text_config"), dict) else config
-    try:
-        layers, hidden, vocabulary = (int(config[k]) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
-        heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or hidden // heads)
-    attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
-    matrices = 1 if config.get("tie_word_embeddings", False) else 2
-    return Size(layers, hidden, vocabulary, attention + 3 * hidden * inner, matrices * vocabulary * hidden, 2 * kv_heads * head)
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """Upper estimates; None where the target's size is unknown."""
-
-    response_tokens: int
-    recorded_tokens: int
-    scored_tokens: int
-    train_steps: int
-    recording_bytes: float | None
-    disk_bytes: float | None
-    memory_bytes: float | None
-    draft_parameters: int | None
-
-
-def estimate(recipe: Recipe, target: Size | None, draft: Size | None) -> Estimates:
-    """Upper estimates of tokens, disk and memory from the recipe and the models' sizes."""
-    rows = recipe.respond.prompts + recipe.respond.heldout_prompts
-    length = recipe.respond.prompt_tokens + recipe.respond.max_new_tokens
-    responses = rows * recipe.respond.max_new_tokens
-    extra = (recipe.record.rollouts + recipe.record.replays) * length
-    # What a chat template wrote is not learnt from; of a base model's prompts every position is.
-    learnt = recipe.respond.max_new_tokens if recipe.respond.chat_template else length
-    recorded = (
-        recipe.respond.prompts * learnt
-        + recipe.respond.heldout_prompts * recipe.respond.max_new_tokens
-        + recipe.record.document_tokens
-        + extra
-    )
-    scored = rows * length + recipe.record.document_tokens + extra
-    pieces = math.ceil(recipe.record.document_tokens / recipe.record.sequence_length)
-    sequences = recipe.respond.prompts * math.ceil(length / recipe.record.sequence_length) + pieces
-    per_step = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
-    steps = (
-        recipe.train.max_steps if recipe.train.max_steps > 0 else math.ceil(recipe.train.num_train_epochs * math.ceil(sequences / per_step))
-    )
-
-    recording = _recording_bytes(recipe, target, scored - recipe.respond.heldout_prompts * length, recipe.respond.heldout_prompts * length)
-    pruned = target.parameters(len(recipe.draft.layers)) if target else None
-    named = draft.parameters() if draft else None
-    drafted = pruned if recipe.draft.source == "prune" else named
-
-    disk = memory = None
-    width = DTYPE_BYTES[resolved_dtype(recipe)]
-    if target is not None and recording is not None and drafted is not None:
-        checkpoints = drafted * CHECKPOINT_BYTES * (recipe.train.save_total_limit + 1)
-        disk = recording + target.parameters() * width + checkpoints + 2 * drafted * EXPORT_BYTES
-        cache = recipe.respond.batch_size * length * target.layers * target.cache_values * width
-        logits = max(recipe.respond.batch_size, recipe.record.batch_size * recipe.record.sequence_length) * target.vocabulary * 4
-        asking = target.parameters() * width + max(cache, logits)
-        # One micro-batch's float32 logits: the largest single thing when the head is not chunked.
-        logits_in_training = 4.0 * recipe.train.per_device_train_batch_size * recipe.record.sequence_length * target.vocabulary
-        training = drafted * TRAINING_BYTES + logits_in_training
-        memory = max(asking, training) + RUNTIME_GIB * 2**30
-    return Estimates(responses, recorded, scored, steps, recording, disk, memory, drafted)
-
-
-def _recording_bytes(recipe: Recipe, target: Size | None, train: int, heldout: int) -> float | None:
-    """Of ``train`` positions in the recipe's mode (``auto``: the larger of both) and ``heldout`` hidden states; None where the target's
-    size is needed and unknown."""
-    r, own = recipe.record, DTYPE_BYTES[resolved_dtype(recipe)]
-    id_bytes = 2 if target is not None and target.vocabulary <= 1 << 16 else 3
-    topk = POSITION_BYTES + LAW_BYTES + r.top_k * (id_bytes + r.logp_bits // 8)
-    if target is None:
-        return float(train * topk) if r.mode == "topk" else None
-    states = lambda width: POSITION_BYTES + target.hidden * width  # noqa: E731
-    hidden = states({None: own, 8: 1.125, 16: 2}[r.hidden_bits])
-    each = {"topk": topk, "hidden": hidden, "auto": max(topk, hidden)}[r.mode]
-    return float(train * each + heldout * states(own))
 
 
 def free_bytes(path: Path) -> int:
@@ -208,11 +63,15 @@ def problems(recipe: Recipe) -> list[str]:
         elif source.lower().endswith(".gguf") and not Path(source).expanduser().is_file():
             found.append(f"{key}.source: there is no file {source!r}")
     corpus = recipe.corpus.source
-    if not corpus.startswith("wheel:") and not Path(corpus).expanduser().exists():
+    if is_local(corpus) and not Path(corpus).expanduser().exists():
         found.append(f"corpus.source: there is no file or folder {corpus!r}")
-    elif Path(recipe.run_dir).resolve().is_relative_to(Path(corpus).expanduser().resolve()):
+    elif is_local(corpus) and Path(recipe.run_dir).resolve().is_relative_to(Path(corpus).expanduser().resolve()):
         found.append("run_dir: lies inside the corpus folder, which would make its own results part of the text; give another")
-    need = estimate(recipe, *_sizes(recipe))
+    target = target_size(recipe)
+    for name, fault in faults_of_drafts(recipe, target).items():
+        under = f"train.candidates.{name}." if recipe.train.candidates else ""
+        found.append(f"{under}{fault.key}: {fault.problem}" + (f"; {fault.mend}" if fault.mend else ""))
+    need = estimate(recipe, target, list(sizes_of_drafts(recipe, target).values()))
     free = free_bytes(Path(recipe.run_dir))
     if (disk := need.disk_bytes or need.recording_bytes or 0) > free:
         found.append(f"run_dir: needs about {_bytes(disk)} and the disk has {_bytes(free)} free; free some or give another run_dir")
@@ -222,54 +81,82 @@ def problems(recipe: Recipe) -> list[str]:
     return found
 
 
-def _sizes(recipe: Recipe) -> tuple[Size | None, Size | None]:
-    """Of the target and of a draft that is not pruned from it."""
-    return size_of(local_config(recipe.target)), None if recipe.draft.source == "prune" else size_of(local_config(recipe.draft))
-
-
 def plan(recipe: Recipe, run: RunFolder) -> str:
-    """The whole plan as text."""
-    target, draft = _sizes(recipe)
-    need = estimate(recipe, target, draft)
-    parts = [_key_facts(recipe, run, target, need), _machine(recipe), _stages(recipe, run), _needs(need)]
-    parts.append(_break_even(recipe, target, need))
-    stopping = problems(recipe)
+    """The whole plan as text of 80 columns; only a path may be longer."""
+    stopping, target = problems(recipe), target_size(recipe)
+    drafts = sizes_of_drafts(recipe, target)
+    need = estimate(recipe, target, list(drafts.values()))
+    parts = [_key_facts(recipe, run, target), _machine(recipe), _stages(recipe, run), _needs(need), _drafts(recipe, target, drafts)]
+    parts.append(_break_even(recipe))
     if stopping:
-        parts.append("problems that would stop the run\n" + "\n".join(f"  {p}" for p in stopping))
+        parts.append("problems that would stop the run\n" + "\n".join(_wrapped(f"  {p}") for p in stopping))
     return "\n\n".join(parts)
 
 
-def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None, need: Estimates) -> str:
+def _wrapped(text: str, indent: int = 4) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _rows(rows: list[tuple[str, str]], indent: int = 0) -> str:
+    return "\n".join(_wrapped(f"{' ' * indent}{name:<11} {value}", indent + 12) for name, value in rows)
+
+
+def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
     e, s, loss = recipe.evaluate, recipe.respond.sampler, recipe.train.loss
     if target is None:
         size = "size unknown until downloaded"
     else:
         size = f"{_count(target.parameters())} parameters, {target.layers} layers, vocabulary {target.vocabulary:,}"
-    kept = ", ".join(map(str, recipe.draft.layers))
-    built = f"pruned from the target: layers {kept}" if recipe.draft.source == "prune" else recipe.draft.source
-    if need.draft_parameters:
-        built += f" (about {_count(need.draft_parameters)} parameters)"
     r = recipe.record
     until = "" if r.kept_mass == 1 else f" or {r.kept_mass:g} of the mass"
     topk = f"topk, K = {r.top_k}{until}, {r.logp_bits}-bit"
-    mode = {"topk": topk, "hidden": "hidden states", "auto": f"{topk}, or hidden states where the pilot's tail reaches {r.auto_tail:g}"}[
-        r.mode
-    ]
-    rows = [
+    mode = {"topk": topk, "hidden": "hidden states", "auto": f"{topk}, or hidden states where the pilot's tail reaches {r.auto_tail:g}",
+            "text": "the written text alone"}[r.mode] + (f", from {r.server.url}" if r.server else "")  # fmt: skip
+    own = candidate_recipes(recipe)
+    return _rows([
         ("run folder", str(run.path)),
         ("target", f"{recipe.target.source} ({size})"),
-        ("draft", built),
+        *([("tuned", tuned(recipe.adapt))] if recipe.adapt else []),
+        *((("draft" if len(own) == 1 else name), made_of(mine.draft)) for name, mine in own.items()),
         ("corpus", recipe.corpus.source),
         ("sampler", f"temperature {s.temperature:g}, top_k {s.top_k or 'all'}, top_p {s.top_p:g}"),
         ("recording", mode),
-        (
-            "loss",
-            f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}",
-        ),
+        ("loss", f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}"),
         ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {e.gamma}"),
         ("seed", str(recipe.seed)),
-    ]
-    return "\n".join(f"{name:<12}{value}" for name, value in rows)
+    ])  # fmt: skip
+
+
+def tuned(a: Adapt) -> str:
+    """How the target is tuned before all else, in words."""
+    where = "all linear layers" if a.target_modules == "all-linear" else ", ".join(a.target_modules)
+    length = f"{a.max_steps:,} steps" if a.max_steps > 0 else f"{a.num_train_epochs:g} epochs"
+    text = f"{a.max_tokens:,} tokens" if a.max_tokens else "all training documents"
+    return f"first, by LoRA of rank {a.r} on {where}: {length} over {text}, learning rate {a.learning_rate:g}"
+
+
+def made_of(draft: Draft) -> str:
+    """How a draft is built, in words."""
+    if draft.source == "fresh":
+        words = f"{_layers(draft.depth or 0)} of its own, embedding and head {'from the target' if draft.fresh.init == 'target' else 'at random'}"
+    elif draft.pruned:
+        base = draft.source if draft.existing else "the target"
+        kept = (
+            f"{_layers(draft.depth or 0)}, chosen by measured alpha"
+            if draft.layers == "auto"
+            else f"layers {', '.join(map(str, draft.layers))}"
+        )
+        shares = [f"{share:.0%} of {what}" for share, what in ((draft.keep_heads, "the heads"), (draft.keep_mlp, "the MLP")) if share < 1]
+        words = ", ".join([f"cut from {base}: {kept}", *shares])
+    else:
+        words = draft.source
+    if draft.existing and draft.transplant:
+        words += ", with the target's vocabulary"
+    return words + (f", guessing among {draft.head_tokens:,} ids" if draft.head_tokens else "")
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count != 1 else ''}"
 
 
 def _machine(recipe: Recipe) -> str:
@@ -281,25 +168,27 @@ def _machine(recipe: Recipe) -> str:
         f"device {device}, target in {dtype}, training in {'bfloat16 (float32 master weights)' if trains_in_bf16(recipe) else 'float32'}"
     )
     free = free_bytes(Path(recipe.run_dir))
-    return (
-        f"this machine\n  {cpu_model()}, {cores()} cores, {memory_gib():.1f} GiB memory, {_bytes(free)} free for the run folder\n"
-        f"  CPU: {bf16}\n  {where}"
-    )
+    owned = f"{cpu_model()}, {cores()} cores, {memory_gib():.1f} GiB memory, {_bytes(free)} free for the run folder"
+    return "\n".join(["this machine", *(_wrapped(f"  {line}") for line in (owned, f"CPU: {bf16}", where))])
 
 
 def _stages(recipe: Recipe, run: RunFolder) -> str:
     lines = ["stages"]
     foreign = False
-    for name, stage in stages(recipe, run).items():
+    found = stages(recipe, run)
+    column = max(12, *(len(name) + 2 for name in found))
+    for name, stage in found.items():
         now = state(stage)
         note = ""
         if now == "reused":
             made = read_json(stage.folder / "provenance.json")
             note = f"  (made {made.get('finished', '?')}, took {duration(made.get('seconds', 0))})"
         foreign |= now == "made by another recipe"
-        lines.append(f"  {name:<12}{now}{note}")
+        lines.append(f"  {name:<{column}}{now}{note}")
     if foreign:
-        lines.append("  Nothing is overwritten: give another run_dir, or add --set-aside to keep the old stage beside the new one.")
+        lines.append(
+            _wrapped("  Nothing is overwritten: give another run_dir, or add --set-aside to keep the old stage beside the new one.", 2)
+        )
     return "\n".join(lines)
 
 
@@ -312,28 +201,56 @@ def _needs(need: Estimates) -> str:
         ("disk", known(need.disk_bytes)),
         ("memory", known(need.memory_bytes)),
     ]
-    return "needs (estimates, on the high side)\n" + "\n".join(f"  {name:<12}{value}" for name, value in rows)
+    return "needs (estimates, on the high side)\n" + _rows(rows, 2)
 
 
-def _break_even(recipe: Recipe, target: Size | None, need: Estimates) -> str:
+def _drafts(recipe: Recipe, target: Size | None, drafts: dict[str, Size | None]) -> str:
+    """One line for each draft: what it costs, and what it would gain at which alpha."""
+    from draftstill.decode.theory import break_even, expected_tokens, predicted_speedup
+
+    lines = [_wrapped(
+        "drafts (estimates: a step's time by the weights that it reads and a fixed part for each layer; verifying costs one plain step)", 2
+    )]  # fmt: skip
+    faults = faults_of_drafts(recipe, target)
+    lines.append(f"  {'':<12}{'':>8}{'bytes':>10}{'':>6}{'break-':>7}  predicted speed-up at alpha")
+    lines.append(f"  {'draft':<12}{'params':>8}{'a step':>10}{'c':>6}{'even':>7}" + "".join(f"{f'.{a * 10:.0f}':>5}" for a in ALPHAS))
+    for name, own in candidate_recipes(recipe).items():
+        size, gamma = drafts[name], own.evaluate.gamma
+        if target is None or size is None:
+            why = "cannot be built: see the problems below" if name in faults else "unknown until the models are downloaded"
+            lines.append(f"  {name:<11} {why}")
+            continue
+        cost = cost_of(own, target, size)
+        even = break_even(gamma, cost.c)
+        gains = (predicted_speedup(expected_tokens(a, gamma), gamma, cost.c) for a in ALPHAS)
+        figures = (
+            f"{_count(size.parameters()):>8}{_bytes(cost.step_bytes):>10}{cost.c:>6.2f}{'never' if even is None else f'{even:.2f}':>7}"
+        )
+        if len(name) > 12:
+            lines.append(f"  {name}")
+            name = ""
+        lines.append(f"  {name:<12}{figures}" + "".join(f"{gain:>5.2f}" for gain in gains))
+    lines.append(_wrapped(f"  At gamma {recipe.evaluate.gamma}. c: a draft step over a target step; evaluate measures it. "
+                          "Below break-even plain decoding is faster.", 2))  # fmt: skip
+    return "\n".join(lines)
+
+
+def _break_even(recipe: Recipe) -> str:
     from draftstill.decode.theory import best_gamma, break_even
 
     gamma = recipe.evaluate.gamma
     lines = [
-        "what acceptance is worth (theory: independent positions, verifying costs one plain step; measured figures come with evaluate)",
-        "  c: a draft step over a target step.  cell: best gamma, predicted speed-up.  break-even: the alpha below which it loses.",
-        f"  {'c':>5} {f'break-even at gamma {gamma}':>24}" + "".join(f"{f'alpha {a:g}':>12}" for a in BREAK_EVEN_ALPHA),
+        "what acceptance is worth at any c (theory: independent positions)",
+        f"  cell: best gamma, predicted speed-up.  Last column: break-even at gamma {gamma}.",
+        f"  {'c':>5}" + "".join(f"{f'.{a * 10:.0f}':>9}" for a in ALPHAS) + f"{'even':>8}",
     ]
     for c in BREAK_EVEN_C:
         even = break_even(gamma, c)
         cells = []
-        for alpha in BREAK_EVEN_ALPHA:
+        for alpha in ALPHAS:
             best, speed = best_gamma(alpha, c)
-            cells.append(f"{f'{best}: {speed:.2f}x' if best else 'plain':>12}")
-        lines.append(f"  {c:>5.2f} {'never wins' if even is None else f'{even:.2f}':>24}" + "".join(cells))
-    if target is not None and need.draft_parameters:
-        share = need.draft_parameters / target.parameters()
-        lines.append(f"  By parameter count this draft's c is near {share:.2f}; fixed costs per step raise it.")
+            cells.append(f"{f'{best}: {speed:.2f}' if best else 'plain':>9}")
+        lines.append(f"  {c:>5.2f}" + "".join(cells) + f"{'never' if even is None else f'{even:.2f}':>8}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from draftstill.errors import RecipeError
 from draftstill.recipe import Recipe
+from draftstill.recipe.candidates import candidate_values
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -103,17 +104,45 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except TypeError as error:
         raise RecipeError(f"{path}: {error}") from None
     try:
-        return Recipe.model_validate_json(plain, strict=True)
+        recipe = Recipe.model_validate_json(plain, strict=True)
     except ValidationError as error:
-        faults = [_fault(e) for e in error.errors()]
-        count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
-        raise RecipeError(f"{path}: {count} in the recipe\n" + "\n".join(f"  {f}" for f in faults)) from None
+        raise _refusal(str(path), [_fault(e) for e in error.errors()]) from None
+    candidate_recipes(recipe, str(path))
+    return recipe
 
 
-def _fault(error: Any) -> str:
+def candidate_recipes(recipe: Recipe, name: str = "the recipe") -> dict[str, Recipe]:
+    """The recipe of each of ``train.candidates`` by name, with its own draft and train sections and no further candidates.
+
+    Raises:
+        RecipeError: with every fault of every candidate, by dotted path. ``name`` is what the message calls the recipe.
+    """
+    found: dict[str, Recipe] = {}
+    faults: list[str] = []
+    for candidate, values in candidate_values(recipe):
+        key = f"train.candidates.{candidate}"
+        if "candidates" in values["train"]:
+            faults.append(f"{key}.train.candidates: a candidate has no candidates of its own")
+            continue
+        try:
+            found[candidate] = Recipe.model_validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            faults += [_fault(e, key) for e in error.errors()]
+    if faults:
+        raise _refusal(name, faults)
+    return found
+
+
+def _refusal(name: str, faults: list[str]) -> RecipeError:
+    count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
+    return RecipeError(f"{name}: {count} in the recipe\n" + "\n".join(f"  {f}" for f in faults))
+
+
+def _fault(error: Any, under: str = "") -> str:
+    """One line; ``under``: the key that the location's own path stands under."""
     # Union branches add their own names to the location; only real keys belong in a dotted path.
     location = [str(p) for p in error["loc"] if not str(p).startswith(("literal[", "bool", "tuple["))]
-    where, found = ".".join(location), error.get("input")
+    where, found = ".".join([*([under] if under else []), *location]), error.get("input")
     if error["type"] == "extra_forbidden":
         known = list(_model_at(location[:-1]).model_fields)
         near = difflib.get_close_matches(location[-1], known, 1, 0.5)
@@ -133,11 +162,16 @@ def _fault(error: Any) -> str:
 
 def _model_at(path: Sequence[str]) -> type[BaseModel]:
     model: type[BaseModel] = Recipe
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         field = model.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if inner is None:
             break
-        model = field.annotation
+        if inner is not kinds[0] and typing.get_origin(kinds[0]) in (dict, tuple):
+            next(parts, None)  # the name of one of several sections
+        model = inner
     return model
 
 

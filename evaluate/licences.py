@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from draftstill.errors import DraftstillError
-from draftstill.evaluate.report import Score
+from draftstill.evaluate.reading import Score
 from draftstill.recipe import Recipe
 
 PERMISSIVE = {
@@ -31,7 +31,7 @@ def licence(score: Score, recipe: Recipe) -> str | None:
     """The draft's licence: the user's word, else the target's where the draft is made of the target alone. None: unknown."""
     if recipe.publish.license:
         return recipe.publish.license
-    return (score["target"].get("licence") or None) if recipe.draft.source == "prune" else None
+    return None if recipe.draft.existing else score["target"].get("licence") or None
 
 
 def family(score: Score) -> str | None:

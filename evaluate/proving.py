@@ -10,14 +10,14 @@ from typing import Any
 from draftstill.corpus import read_documents
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.exporter import TargetFacts, load_model_folder
-from draftstill.evaluate.gguf_tokens import tokens_of_folder
+from draftstill.evaluate.gguf_tokens import tokens_of_folder, tokens_of_gguf
 from draftstill.evaluate.ggufs import write_gguf
 from draftstill.evaluate.serving import own_acceptance, same_start, served_acceptance
 from draftstill.evaluate.snippets import llama_command
 from draftstill.progress import say
-from draftstill.recipe import Recipe
+from draftstill.recipe import OWN, Recipe
 from draftstill.runfolder import RunFolder, Stage, read_json
-from draftstill.stages import resolved_device, resolved_dtype, stages
+from draftstill.stages import published_draft, resolved_device, resolved_dtype, stages
 
 _TEXTS = 4
 """Scored texts on which alpha is measured again: a few hundred positions, one target pass each."""
@@ -31,26 +31,26 @@ def published_alpha(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], 
     import torch
 
     from draftstill.decode import Sampling, load_target, make_network
-    from draftstill.evaluate.arms import head_ids, teacher_forced_alpha
+    from draftstill.evaluate.arms import head_ids
+    from draftstill.evaluate.forced import forced
 
+    name, own, draft = published_draft(recipe, run)
     sampler = recipe.respond.sampler
-    cells = sorted((found["score"].folder / "cells").glob(f"t{sampler.temperature:g}-*.json"))[:_TEXTS]
-    kept = [c for c in map(read_json, cells) if "tuned" in c["alpha"]]
-    if not kept:
+    cells, place = found["score"].folder / "cells", f"{OWN}/t{sampler.temperature:g}-0000"
+    scored = [c for c in map(read_json, sorted((cells / "laws" / place).glob("*.json"))) if c["made"][0] == draft.facts()["weights_sha256"]]
+    if not scored:
         return None
+    texts, laws = read_json(cells / "texts" / f"{place}.json")["rows"][:_TEXTS], scored[0]["rows"]
     target = load_target(recipe)
     prompts = {p.id: p.ids for p in _prompts(recipe, found, target.tokenizer, recipe.evaluate.prompts)}
     model = load_model_folder(folder, getattr(torch, resolved_dtype(recipe))).to(resolved_device(recipe))
-    network = make_network(model, vocab=target.vocab, head_ids=head_ids(recipe, found["draft"].folder), key="draft.source")
-    sampling = Sampling(sampler.temperature, sampler.top_k, sampler.top_p)
-    now: list[float] = []
-    then: list[float] = []
-    for cell in kept:
-        if cell["prompt"] in prompts:
-            now += teacher_forced_alpha(target.network, network, prompts[cell["prompt"]], cell["arms"]["plain"]["tokens"], sampling)
-            then += cell["alpha"]["tuned"]
-    if not now:
+    network = make_network(model, vocab=target.vocab, head_ids=head_ids(own, draft.folder), key="draft.source")
+    known = [(n, (prompts[t["prompt"]], t["tokens"])) for n, t in enumerate(texts) if t["prompt"] in prompts]
+    if not known:
         return None
+    figures = forced(target.network, {name: network}, [t for _, t in known], Sampling(sampler.temperature, sampler.top_k, sampler.top_p))
+    now = [a for f in figures for a in f["drafts"][name]["alpha"]]
+    then = [a for n, _ in known for a in laws[n]["alpha"]]
     return {"published": sum(now) / len(now), "scored": sum(then) / len(then), "positions": len(now), "temperature": sampler.temperature}
 
 
@@ -80,7 +80,8 @@ def served_beside_ours(recipe: Recipe, run: RunFolder, folder: Path, target: Tar
     prompts = [p.ids for p in _prompts(recipe, found, target.tokenizer, recipe.evaluate.prompts)]
     length = recipe.evaluate.max_new_tokens
     with tempfile.TemporaryDirectory(prefix="draftstill-served-") as temporary:
-        theirs = target.gguf or _target_gguf(target, Path(temporary) / "target-f16.gguf")
+        given = target.gguf if not target.tuned else None
+        theirs = given or _target_gguf(target, Path(temporary) / "target-f16.gguf")
         say(f"  llama.cpp: {len(prompts)} prompts, {length} tokens each, {files[0].name} behind {theirs.name}")
         served = served_acceptance(llama_command(str(theirs), str(files[0]), gamma), prompts, max_new_tokens=length)
     say("  our decoder: the same prompts")
@@ -96,5 +97,6 @@ def _target_gguf(target: TargetFacts, out: Path) -> Path:
         raise DraftstillError(
             "there is no GGUF of the target to serve", key="publish.target_gguf", mend="set it to the file that serves the target"
         )
-    write_gguf(target.folder, out, "f16", tokens_of_folder(target.folder), name="target")
+    tokens = tokens_of_gguf(target.gguf) if target.gguf else tokens_of_folder(target.folder)
+    write_gguf(target.folder, out, "f16", tokens, name="target")
     return out

@@ -19,15 +19,15 @@ from draftstill.evaluate.exporter import COPIED, WRITTEN, TargetFacts, export_fo
 from draftstill.evaluate.licences import licence, refuse_licence
 from draftstill.evaluate.proving import published_alpha, served_beside_ours
 from draftstill.evaluate.pushing import push_folder
-from draftstill.evaluate.report import verdict
 from draftstill.evaluate.scan import scan
+from draftstill.evaluate.sentences import verdict
 from draftstill.evaluate.snippets import snippets_text
 from draftstill.evaluate.validator import failures, matrix_json, matrix_text, validate
 from draftstill.progress import say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder, Stage, atomic_write, hash_file, read_json, write_json
+from draftstill.runfolder import RunFolder, Stage, atomic_write, hash_file, hash_weights, read_json, write_json
 from draftstill.sources import quiet_transformers
-from draftstill.stages import stages
+from draftstill.stages import kind_of, published_draft, stages
 from draftstill.vocabulary import tokenizer_hash
 
 
@@ -44,7 +44,7 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
     Raises:
         DraftstillError: a stage is missing, a file is not what it should be, something must not leave, or the Hub refused.
     """
-    found, score = _scored(recipe, run)
+    found, score, own = _scored(recipe, run)
     if push:
         _may_push(recipe, score)
     stage = found["published"]
@@ -54,12 +54,12 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
         folder = stage.folder / "model"
         refuse_strays(folder)
         # The card names the repository, which may have been chosen since.
-        atomic_write(folder / "README.md", card(score, recipe, export=read_json(folder / "draft_report.json").get("export")))
+        atomic_write(folder / "README.md", card(score, own, export=read_json(folder / "draft_report.json").get("export")))
         scan(folder, documents, private_paths=private)
     elif dry_run:
         run.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="published.dry-run.", dir=run.path) as temporary:
-            _build(Path(temporary) / "model", recipe, run, score, found)
+            _build(Path(temporary) / "model", recipe, own, run, score, found)
             scan(Path(temporary) / "model", documents, private_paths=private)
             _say_files(Path(temporary) / "model")
         say(f"dry run: nothing was kept or sent{_destination(recipe)}")
@@ -67,11 +67,11 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
     else:
         folder = stage.begin() / "model"
         shutil.rmtree(folder, ignore_errors=True)  # half a copy of an earlier attempt
-        facts = _build(folder, recipe, run, score, found)
+        facts = _build(folder, recipe, own, run, score, found)
         scan(folder, documents, private_paths=private)
         folder = stage.finish(**facts) / "model"
     _say_files(folder)
-    if licence(score, recipe) is None:
+    if licence(score, own) is None:
         say("  the licence is unknown: the card says so; set publish.license before giving the folder away")
     if dry_run:
         say(f"dry run: nothing was sent{_destination(recipe)}")
@@ -92,7 +92,7 @@ def check_published(recipe: Recipe, run: RunFolder, *, served: bool = False) -> 
     Raises:
         DraftstillError: nothing was published yet, or the server cannot run.
     """
-    found, score = _scored(recipe, run)
+    found, score, own = _scored(recipe, run)
     stage = found["published"]
     if not stage.done:
         raise DraftstillError("there is no published folder in this run folder", key="run_dir", value=str(run.path),
@@ -106,18 +106,22 @@ def check_published(recipe: Recipe, run: RunFolder, *, served: bool = False) -> 
         checks = validate(folder, target, report["export"])
     report["export"]["checks"] = matrix_json(checks)
     write_json(folder / "draft_report.json", report)
-    atomic_write(folder / "README.md", card(score, recipe, export=report["export"]))
+    atomic_write(folder / "README.md", card(score, own, export=report["export"]))
     say(matrix_text(checks))
     return not failures(checks)
 
 
-def _scored(recipe: Recipe, run: RunFolder) -> tuple[dict[str, Stage], dict[str, Any]]:
+def _scored(recipe: Recipe, run: RunFolder) -> tuple[dict[str, Stage], dict[str, Any], Recipe]:
+    """Stages, score, and the whole recipe of the draft that is published: of several candidates, the winner's."""
     found = stages(recipe, run)
-    for name, verb in (("draft", "train"), ("score", "evaluate")):
-        if not found[name].done:
+    drafts = any(stage.done for name, stage in found.items() if kind_of(name) == "draft")
+    for name, verb, there in (("draft", "train", drafts), ("score", "evaluate", found["score"].done)):
+        if not there:
             raise DraftstillError(f"there is no finished {name} in this run folder", key="run_dir", value=str(run.path),
                                   mend=f"run `draftstill {verb} RECIPE` first")  # fmt: skip
-    return found, read_json(found["score"].folder / "score.json")
+    _, own, draft = published_draft(recipe, run)
+    others = {name for name, stage in found.items() if kind_of(name) == "draft" and name != draft.name}
+    return {name: s for name, s in found.items() if name not in others}, read_json(found["score"].folder / "score.json"), own
 
 
 def _destination(recipe: Recipe) -> str:
@@ -134,29 +138,42 @@ def _say_files(folder: Path) -> None:
         say(f"  {path.name:<32}{path.stat().st_size:>14,} bytes")
 
 
-def _build(folder: Path, recipe: Recipe, run: RunFolder, score: Mapping[str, Any], found: Mapping[str, Stage]) -> dict[str, Any]:
-    source = found["draft"].folder / "model"
-    expected, weights = score["draft"].get("weights_sha256"), source / "model.safetensors"
-    if expected and weights.exists() and hash_file(weights) != expected:
-        raise DraftstillError("the draft's weights are not those that were scored", value=str(weights),
+def _build(
+    folder: Path, recipe: Recipe, own: Recipe, run: RunFolder, score: Mapping[str, Any], found: Mapping[str, Stage]
+) -> dict[str, Any]:
+    """Make the folder; ``own`` is the whole recipe of the one draft whose stage is among ``found``."""
+    source = next(stage for name, stage in found.items() if kind_of(name) == "draft").folder / "model"
+    expected = score["draft"].get("weights_sha256")
+    if expected and source.is_dir() and hash_weights(source) != expected:
+        raise DraftstillError("the draft's weights are not those that were scored", value=str(source),
                               mend="score again: `draftstill evaluate RECIPE --set-aside`")  # fmt: skip
     with quiet_transformers():
         target: TargetFacts = target_facts(recipe)
-        facts = export_folder(source, folder, recipe, target, name=f"Draft for {score['target']['name']}", licence=licence(score, recipe))
+        facts = export_folder(source, folder, own, target, name=f"Draft for {score['target']['name']}", licence=licence(score, own))
         facts["alpha"] = published_alpha(recipe, run, found, folder)
         checks = validate(folder, target, facts)
     say(matrix_text(checks))
     facts |= {"checks": matrix_json(checks), "gammas": gamma_table(score), "target_context": target.context, "languages": target.languages,
-              "tokenizer_sha256": tokenizer_hash(target.tokenizer), "head_cost": _head_cost(score, facts["vocabulary"])}  # fmt: skip
-    atomic_write(folder / "README.md", card(score, recipe, export=facts))
+              "tokenizer_sha256": tokenizer_hash(target.tokenizer), "head_cost": _head_cost(score, facts["vocabulary"]),
+              "adapted": _adapted(found)}  # fmt: skip
+    atomic_write(folder / "README.md", card(score, own, export=facts))
     write_json(folder / "draft_report.json", {**public_score(score), "export": facts})
     write_json(folder / "provenance.json", {
-        "made_by": "draftstill", "recipe": public_recipe(recipe, score), "stages": {n: s.fingerprint for n, s in found.items() if n != "published"},
+        "made_by": "draftstill", "recipe": public_recipe(own, score), "stages": {n: s.fingerprint for n, s in found.items() if n != "published"},
         "weights": {p.name: hash_file(p) for p in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])},
         "scored_weights": expected, "versions": score["conditions"]["versions"], "git": score["conditions"].get("git"),
         "date": score["conditions"]["date"],
     })  # fmt: skip
     return facts
+
+
+def _adapted(found: Mapping[str, Stage]) -> dict[str, Any] | None:
+    """What the target was tuned from and how far, and the hashes that tell it from any other; None for a target taken as it is."""
+    if "adapted" not in found:
+        return None
+    facts = found["adapted"].facts()
+    kept = ("name", "revision", "r", "tokens", "heldout_tokens", "perplexity", "weights_sha256")
+    return {"source": _public_source(facts["source"]), **{k: facts[k] for k in kept}}
 
 
 def _head_cost(score: Mapping[str, Any], rows: int) -> dict[str, int] | None:
@@ -169,13 +186,20 @@ def _head_cost(score: Mapping[str, Any], rows: int) -> dict[str, int] | None:
 
 
 def public_score(score: Mapping[str, Any]) -> dict[str, Any]:
-    """The score without text: no examples, prompts by number, no paths."""
+    """The score without text: no examples or passages, prompts by number, no paths."""
     out = {k: v for k, v in score.items() if k != "examples"}
+    nameless = lambda arms: [{**a, "per_prompt": [{**p, "prompt": n} for n, p in enumerate(a.get("per_prompt") or [])]} for a in arms]  # noqa: E731
+    if "diagnosis" in score:
+        out["diagnosis"] = {name: {k: v for k, v in d.items() if k != "worst"} for name, d in score["diagnosis"].items()}
+    if "domains" in score:
+        out["domains"] = {
+            name: {**{k: v for k, v in d.items() if k != "source"}, "arms": nameless(d["arms"])} for name, d in score["domains"].items()
+        }
     out["corpus"] = {**score["corpus"], "source": corpus_name(score)}
     out["target"] = {**score["target"], "source": _public_source(score["target"]["source"])}
     # Arguments can hold paths and names of clients; the settings themselves stand in provenance.json.
     out["conditions"] = {**score["conditions"], "command": " ".join(str(score["conditions"]["command"]).split()[:2])}
-    out["arms"] = [{**a, "per_prompt": [{**p, "prompt": n} for n, p in enumerate(a.get("per_prompt") or [])]} for a in score["arms"]]
+    out["arms"] = nameless(score["arms"])
     out["verdict"] = verdict(score)
     return out
 
@@ -192,14 +216,14 @@ def _hide_places(value: dict[str, Any]) -> None:
     for key, inner in value.items():
         if isinstance(inner, dict):
             _hide_places(inner)
-        elif inner and key in ("source", "target_gguf"):
+        elif inner and key in ("source", "target_gguf", "init_from"):
             value[key] = _public_source(str(inner))
-        elif inner and key == "mirror":
+        elif inner and key in ("mirror", "url"):
             value[key] = "private"
 
 
 def _public_source(source: str) -> str:
-    known = source == "prune" or source.startswith("wheel:") or hub_id(source)
+    known = source in ("prune", "fresh") or source.startswith("wheel:") or hub_id(source)
     return source if known else re.split(r"[/\\]", source.rstrip("/\\"))[-1]
 
 

@@ -10,22 +10,13 @@ from typing import Any
 
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.ggufs import read_header
+from draftstill.redact import EMAIL, SECRETS
 
 RUN_WORDS = 13
 """A run of this many words of a corpus document is a copy: the length that GPT-3's contamination study used for the same purpose."""
 
-_SECRETS = {
-    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{20,}",
-    "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
-    "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
-    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
-    "a Google key": r"\bAIza[A-Za-z0-9_-]{35}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-}
 _PERSONAL = {
-    "an e-mail address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}\b",
+    "an e-mail address": EMAIL,
     "a home path": r"(?<![\w.])(?:/home/|/Users/|/root/)[\w.-]+|[A-Za-z]:\\+Users\\+[\w.-]+|(?<!\w)~/[\w.-]+",
 }
 VOCABULARIES = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model", "spiece.model"}
@@ -47,7 +38,7 @@ def scan(folder: Path, documents: Path, *, private_paths: tuple[str, ...] = ()) 
     runs: dict[tuple[str, ...], str] = {}
     for path in sorted(folder.iterdir()):
         for piece, is_vocabulary in _pieces(path):
-            patterns = _SECRETS if is_vocabulary else {**_SECRETS, **_PERSONAL}
+            patterns = SECRETS if is_vocabulary else {**SECRETS, **_PERSONAL}
             for what, pattern in patterns.items():
                 findings += [f"{path.name}: {what} ({_hint(what, m[0])})" for m in re.finditer(pattern, piece)][:3]
             if not is_vocabulary:

@@ -118,8 +118,8 @@ def test_an_empty_corpus(recipe: Path, refused) -> None:
     refused("run", recipe, says=("corpus.source: the corpus holds no row at all", str(empty)))
     (empty / "a.jsonl").write_text('{"text": "too short"}\n')
     refused("run", recipe, says=("corpus.min_chars: none of 1 rows was kept (1 too short)", "200", "lower corpus.min_chars"))
-    (empty / "a.jsonl").write_text('{"body": "another field"}\n')
-    refused("run", recipe, says=("corpus.field: 1 of 1 rows cannot be used", "'text'", "set corpus.field"))
+    (empty / "a.jsonl").write_text('{"words": "another field"}\n')
+    refused("run", recipe, says=("corpus.field: 1 of 1 rows cannot be used", "'words'", "set corpus.field"))
     assert not (recipe.parent / "run" / "corpus").exists() and mended(recipe)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder, read_json
-from tests.pipeline import ORDER, command, hashes, make_home, process
+from tests.pipeline import ORDER, borrowed, command, hashes, make_home, process
 
 SLOWER: dict[str, Any] = {
     # Small batches and shards: every stage writes often enough to be caught half-way.
@@ -28,7 +28,7 @@ MARKS: dict[str, str] = {
     "responses": "responses.partial/train-00002.json",
     "recording": "recording.partial/train/shard-00003.safetensors",
     "draft": "draft.partial/checkpoint-0000012/state.json",
-    "score": "score.partial/cells/t0-0001.json",
+    "score": "score.partial/cells/timing/own/t0/0001/plain@0.json",
     "published": "published.partial/model/config.json",
 }
 """Stage: a file that appears when it is half done."""
@@ -64,7 +64,7 @@ def test_killed_in_each_stage_it_ends_with_the_same_bytes(tmp_path: Path) -> Non
         assert all((run / name / "provenance.json").exists() for name in ORDER[:number])
         if number:
             assert f"[{number}/6]" in output and "goes on where it stopped" in output
-    kept = {p: p.stat().st_mtime_ns for p in (run / "score" / "cells").iterdir()}
+    kept = {p: p.stat().st_mtime_ns for p in (run / "score" / "cells").rglob("*.json")}
     last = process("run", killed)
     output = last.communicate(timeout=120)[0]
     assert last.returncode == 0 and "Traceback" not in output, output
@@ -75,9 +75,11 @@ def test_killed_in_each_stage_it_ends_with_the_same_bytes(tmp_path: Path) -> Non
         assert one == two and one, pattern
     facts = [read_json(home.parent / "run" / "draft" / "provenance.json")["facts"] for home in (quiet, killed)]
     assert facts[0]["weights_sha256"] == facts[1]["weights_sha256"] and facts[0]["curve"] == facts[1]["curve"]
-    arms = [{(p.name, a): t["tokens"] for p in (home.parent / "run" / "score" / "cells").iterdir() for a, t in read_json(p)["arms"].items()}
-            for home in (quiet, killed)]  # fmt: skip
-    assert arms[0] == arms[1]
+    cells = [home.parent / "run" / "score" / "cells" for home in (quiet, killed)]
+    timed = [{str(p.relative_to(c)): read_json(p)["trace"]["tokens"] for p in (c / "timing").rglob("*.json")} for c in cells]
+    assert timed[0] == timed[1] and timed[0]
+    counted = [{str(p.relative_to(c)): read_json(p) for kind in ("texts", "laws") for p in (c / kind).rglob("*.json")} for c in cells]
+    assert counted[0] == counted[1] and counted[0]
     left = (
         [p for p in run.rglob("*") if ".tmp" in p.name or p.name == "stage.json"] + list(run.glob("*.partial")) + list(run.glob("*.old-*"))
     )
@@ -150,3 +152,21 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     assert running.returncode == 130, output
     assert "stopped; the same command goes on where it stopped" in output and "Traceback" not in output
     assert command("distill", recipe) == 0
+
+
+def test_sigterm_in_training_saves_the_step_and_says_so(tmp_path: Path) -> None:
+    """As a scheduler sends it: nothing of the finished steps is done again."""
+    recipe = borrowed(tmp_path, "corpus", "responses", "recording", train={"save_steps": 1000, "max_steps": 400, "eval_steps": 400})
+    work = tmp_path / "run" / "draft.partial"
+    running = process("train", recipe)
+    try:
+        while not (work / "best.safetensors").exists():  # written by the first measurement, when the loop is on its way
+            assert running.poll() is None, running.communicate()[0]
+            time.sleep(0.001)
+        running.send_signal(signal.SIGTERM)
+        output = running.communicate(timeout=60)[0]
+    finally:
+        running.kill()
+    assert running.returncode == 143 and "stopped by SIGTERM after step" in output and "Traceback" not in output, output
+    (kept,) = work.glob("checkpoint-*")
+    assert (work / "latest").resolve() == kept.resolve() and 1 <= int(kept.name.rsplit("-", 1)[1]) < 400

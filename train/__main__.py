@@ -22,6 +22,10 @@ def main() -> None:
     run = RunFolder(recipe.run_dir)
     with run.lock() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
         train(recipe, run)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import PartialState
+
+        PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,33 +4,69 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from draftstill.errors import DraftstillError
 from draftstill.runfolder import read_json, save_tensors, write_json
 
 _PREFIX = "checkpoint-"
+LATEST = "latest"
+"""A link to the newest checkpoint."""
+BEST = "best.safetensors"
+"""The weights with the best held-out alpha so far."""
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int) -> None:
-    """Write ``checkpoint-<step>``, then drop the oldest beyond ``keep``. A full disk leaves the older ones intact."""
+def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int,
+                    *, average: Mapping[str, torch.Tensor] | None = None, write: bool = True) -> None:  # fmt: skip
+    """Write ``checkpoint-<step>``, then drop the oldest beyond ``keep``. A full disk leaves the older ones intact, and the error names the folder.
+
+    Every rank of a launch calls it, and one of them writes.
+
+    Args:
+        average: averaged weights by parameter name.
+    """
+    files = {"model": model_tensors(model), "optimizer": _optimizer_tensors(model, optimizer)}
+    if average is not None:
+        files["average"] = {name: whole(tensor) for name, tensor in average.items()}
+    if not write:
+        return
+    final = folder / checkpoint_name(state["step"])
     temporary = folder / f".{_PREFIX}{state['step']:07d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_tensors(temporary / "model.safetensors", model_tensors(model))
-        save_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
+        for name, tensors in files.items():
+            save_tensors(temporary / f"{name}.safetensors", tensors)
         write_json(temporary / "state.json", state)
-        final = folder / f"{_PREFIX}{state['step']:07d}"
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
+        _point(folder / LATEST, final.name)
+    except OSError as error:
+        error.filename = error.filename or str(final)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     drop_checkpoints(folder, keep)
+
+
+def _point(link: Path, name: str) -> None:
+    """The link is the old one or the new one at any moment."""
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(name)
+    os.replace(temporary, link)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"{_PREFIX}{step:07d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -41,6 +77,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def drop_checkpoints(folder: Path, keep: int = 0) -> None:
     """Remove all but the newest ``keep``, and what is left of half-removed ones."""
     kept = checkpoints(folder)[-keep:] if keep else []
+    if not kept:
+        (folder / LATEST).unlink(missing_ok=True)
     for old in folder.glob(f"{_PREFIX}*"):
         if old not in kept:
             # What makes it whole goes first, so that a kill in between leaves nothing that would be loaded.
@@ -53,30 +91,50 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     load_tensors(model, load_file(folder / "model.safetensors"))
     stored = load_file(folder / "optimizer.safetensors")
     groups = optimizer.state_dict()["param_groups"]
-    names = _names(model, optimizer)
+    names, parameters = _names(model, optimizer), dict(model.named_parameters())
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in stored.items():
         name, slot = key.rsplit("|", 1)
-        state.setdefault(names[name], {})[slot] = tensor
+        place = parameters[name]
+        state.setdefault(names[name], {})[slot] = alike(tensor, place) if tensor.shape == place.shape else tensor
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return read_json(folder / "state.json")
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and gathered from all ranks where it is sharded."""
+    if hasattr(tensor, "ds_id") or getattr(tensor, "_hp_mapping", None) is not None:  # DeepSpeed's marks: its float32 weights lie elsewhere
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        tensor = safe_get_full_fp32_param(tensor)
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().cpu()
+
+
+def alike(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, the same on every rank, laid out as ``place`` is: this rank's piece of it where that is sharded."""
+    if isinstance(place, DTensor):
+        return distribute_tensor(tensor.to(place.device), place.device_mesh, place.placements)
+    return tensor
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name; tied ones once."""
-    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+    """Trained parameters by name; tied ones once. Frozen ones are what they were built as."""
+    return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def load_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def load_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Restore what ``model_tensors`` gave."""
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(tensors[name])
+            if p.requires_grad:
+                p.copy_(alike(tensors[name], p))
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Parameter name to its number in the optimizer's state."""
     places = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    return {name: places[id(p)] for name, p in model.named_parameters()}
+    return {name: places[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -84,5 +142,34 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors = {}
     for name, place in _names(model, optimizer).items():
         for slot, value in state.get(place, {}).items():
-            tensors[f"{name}|{slot}"] = torch.as_tensor(value).cpu()
+            tensors[f"{name}|{slot}"] = whole(torch.as_tensor(value))
     return tensors
+
+
+def warm_start(model: nn.Module, source: str) -> None:
+    """Put the weights of a safetensors file, or of a folder's ``model*.safetensors``, in place of the model's own.
+
+    Raises:
+        DraftstillError: no such file, or tensors of other names or shapes.
+    """
+    refuse = lambda problem, mend: DraftstillError(problem, key="train.init_from", value=source, mend=mend)  # noqa: E731
+    path = Path(source).expanduser()
+    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path] if path.is_file() and path.suffix == ".safetensors" else []
+    if not files:
+        raise refuse("there are no weights here", "name a .safetensors file, or a folder with model.safetensors")
+    try:
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise refuse(f"the file is damaged: {error}", "name another") from None
+    own = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
+    wrong = [f"{n} is missing" for n in own.keys() - found.keys()] + [f"{n} is unknown" for n in found.keys() - own.keys() - tied]
+    wrong += [f"{n} is {list(found[n].shape)}, not {list(p.shape)}" for n, p in own.items() if n in found and found[n].shape != p.shape]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise refuse(
+            f"not the draft's weights: {'; '.join(sorted(wrong)[:3])}{more}", "name weights of a draft of the same kind, or leave it out"
+        )
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(found[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,30 @@ class Order:
         return int(self._permutation[place])
 
 
+def learnable(recording: Recording, *, chat: bool) -> tuple[list[int], dict[str, int]]:
+    """Sequences that there is something to learn from, in order, and how many were refused by reason.
+
+    Args:
+        chat: texts other than documents begin with a chat template, which is not learnt: one whose every position is supervised lost its mask.
+    """
+    kept, refused = [], {"nothing supervised": 0, "chat text supervised throughout": 0}
+    for index in range(len(recording)):
+        count = recording.supervised(index)
+        if not count:
+            refused["nothing supervised"] += 1
+        elif chat and count == recording.length(index) and recording.kind(index) != "document":
+            refused["chat text supervised throughout"] += 1
+        else:
+            kept.append(index)
+    return kept, {reason: count for reason, count in refused.items() if count}
+
+
 @dataclass(slots=True)
 class Batch:
-    """Right-padded token ids [B, T], the flat places of the supervised positions among B*T, and the target's law there."""
+    """Right-padded token ids [B, T], the flat places of the supervised positions among B*T, and the target's law there.
+
+    The N positions stand sequence by sequence, in the order that was asked for.
+    """
 
     ids_BT: Tensor
     rows_N: Tensor
@@ -41,6 +63,8 @@ class Batch:
     """Counts the supervised positions of each sequence from 0."""
     reference_N: Tensor | None = None
     """A reference draft's loss, for selective distillation."""
+    at_BT: Tensor | None = None
+    """Packed rows: each token's position in its own sequence, 0 on padding. A row's sequences do not see each other."""
 
     @property
     def tokens(self) -> int:
@@ -49,28 +73,60 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """On a device; the target's head is already there."""
         move = lambda x: None if x is None else x.to(device)  # noqa: E731
-        return Batch(self.ids_BT.to(device), self.rows_N.to(device), self.teacher.to(device), move(self.place_N), move(self.reference_N))
+        return Batch(self.ids_BT.to(device), self.rows_N.to(device), self.teacher.to(device), move(self.place_N), move(self.reference_N),
+                     move(self.at_BT))  # fmt: skip
 
 
-def supervised(recording: Recording, index: int) -> int:
-    """Supervised positions of a sequence."""
-    return recording.supervised(index)
+def place(lengths: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """(row, first column) of each sequence in ``count`` rows of about the same length: the longest first, each into the shortest row."""
+    rows = [(0, row) for row in range(count)]
+    found = [(0, 0)] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        filled, row = heapq.heappop(rows)
+        found[i] = (row, filled)
+        heapq.heappush(rows, (filled + lengths[i], row))
+    return found
 
 
-def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None = None) -> Batch:
-    """One batch. Causal attention never looks right, so padding on the right needs no mask."""
+def pack(lengths: Sequence[int], attention: float) -> list[tuple[int, int]]:
+    """``place`` in the number of rows that costs least: rows * width * (1 + attention * width), padding included.
+
+    Args:
+        attention: what one more column in a row adds to a token's cost, over the cost of its matrices (``module.attention_share``).
+    """
+    best: tuple[float, list[tuple[int, int]]] | None = None
+    for count in range(len(lengths), 0, -1):
+        found = place(lengths, count)
+        width = max(first + length for (_, first), length in zip(found, lengths, strict=True))
+        cost = count * width * (1 + attention * width)
+        if best is None or cost < best[0]:
+            best = cost, found
+    assert best is not None
+    return best[1]
+
+
+def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None = None, attention: float | None = None) -> Batch:
+    """One batch, a sequence to a row. Causal attention never looks right, so padding on the right needs no mask.
+
+    Args:
+        attention: pack several sequences into a row where that is cheaper, by this ``pack`` cost; None: never.
+    """
     items = [recording[i] for i in indices]
-    width = max(len(x.tokens) for x in items)
-    ids = torch.zeros(len(items), width, dtype=torch.int64)
+    lengths = [len(x.tokens) for x in items]
+    places = [(b, 0) for b in range(len(items))] if attention is None else pack(lengths, attention)
+    height, width = 1 + max(b for b, _ in places), max(first + n for (_, first), n in zip(places, lengths, strict=True))
+    ids, at = torch.zeros(height, width, dtype=torch.int64), torch.zeros(height, width, dtype=torch.int64)
     rows = [x.rows for x in items]
-    for b, x in enumerate(items):
-        ids[b, : len(x.tokens)] = x.tokens
+    for (b, first), x in zip(places, items, strict=True):
+        ids[b, first : first + len(x.tokens)] = x.tokens
+        at[b, first : first + len(x.tokens)] = torch.arange(len(x.tokens))
     cut = lambda name: torch.cat([getattr(x, name)[r] for x, r in zip(items, rows, strict=True)])  # noqa: E731
     hidden = recording.mode == "hidden"
     teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH) if hidden else Teacher(cut("ids"), cut("p"), cut("tail"))
     teacher.token_N = torch.cat([torch.nn.functional.pad(x.tokens[1:], (0, 1), value=-1)[r] for x, r in zip(items, rows, strict=True)])
-    place = torch.cat([torch.arange(len(r)) for r in rows])
-    return Batch(ids, torch.cat([r + b * width for b, r in enumerate(rows)]), teacher, place)
+    counted = torch.cat([torch.arange(len(r)) for r in rows])
+    flat = torch.cat([r + b * width + first for (b, first), r in zip(places, rows, strict=True)])
+    return Batch(ids, flat, teacher, counted, at_BT=at if height < len(items) else None)
 
 
 @dataclass(slots=True)

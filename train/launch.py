@@ -1,76 +1,144 @@
-"""The draft stage of a run: the launch it runs in, its trackers, and the stage's beginning and end."""
+"""The draft stage of a run: the launch it runs in, every candidate in turn, and each one's beginning and end."""
 
 from __future__ import annotations
 
-import importlib.util
+import gc
+import os
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
 
 from draftstill.decode import set_threads
 from draftstill.distill import record
 from draftstill.errors import DraftstillError
 from draftstill.progress import say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder
-from draftstill.stages import resolved_device, stages, trains_in_bf16
+from draftstill.runfolder import FAILED, RunFolder, Stage
+from draftstill.stages import candidate_recipes, draft_stage, failure, note_failure, resolved_device, stages, trains_in_bf16
+from draftstill.train.build import preflight
 from draftstill.train.checkpoint import drop_checkpoints
+from draftstill.train.devices import refuse_environment, refuse_launch, shard_on_cpu
 from draftstill.train.loop import Job
+from draftstill.train.trackers import close_trackers, log_rounds, open_trackers, refuse_missing
 
 
 def train(recipe: Recipe, run: RunFolder) -> Path:
-    """Train the draft on the recording; returns the stage's folder, with the draft as a transformers folder in ``model``.
+    """Train every candidate's draft on the one recording; returns the folder of the first, with the draft as a transformers folder in ``model``.
 
     Raises:
-        NonFiniteLoss: before the optimizer step that it would have poisoned.
+        NonFiniteLoss: the only draft diverged; before the optimizer step that it would have poisoned.
+        DraftstillError: as ``train_all``.
+    """
+    return next(iter(train_all(recipe, run, retry=True).values()))
+
+
+def train_all(recipe: Recipe, run: RunFolder, *, retry: bool = False) -> dict[str, Path]:
+    """Train what is missing; returns the finished stage folder of every candidate that has one, by name, in the recipe's order.
+
+    With several candidates one that fails is written down and said, and the others go on. With one, its error is raised.
+
+    Args:
+        retry: try those again whose last attempt failed.
+
+    Raises:
+        DraftstillError: every candidate failed, a folder belongs to another recipe, or a launch of many processes finds no recording.
     """
     set_threads()
-    stage = stages(recipe, run)["draft"]
-    if stage.done:
-        return stage.folder
-    accelerator = _accelerator(recipe, run)
-    many = accelerator.num_processes > 1
+    own, found = candidate_recipes(recipe), stages(recipe, run)
+    drafts = {name: found[draft_stage(name)] for name in own}
+    missing = [name for name, stage in drafts.items() if not stage.done and (retry or failure(stage) is None)]
+    if missing:
+        _train_missing(recipe, run, {name: (own[name], drafts[name]) for name in missing})
+    finished = {name: stage.folder for name, stage in drafts.items() if stage.done}
+    if not finished:
+        said = "\n".join(f"  {name}: {failure(stage)}" for name, stage in drafts.items())
+        raise DraftstillError(
+            f"every candidate failed\n{said}", key="train.candidates", mend="mend the recipe and give the same command again"
+        )
+    return finished
+
+
+def preflight_all(recipe: Recipe) -> None:
+    """Check every candidate, from configs and tokenizers alone, before hours of responding and recording.
+
+    Raises:
+        DraftstillError: with the key under the candidate's own name.
+    """
+    for name, own in candidate_recipes(recipe).items():
+        refuse_missing(own)
+        try:
+            preflight(own)
+        except DraftstillError as error:
+            if not recipe.train.candidates or not str(error.key).startswith(("draft.", "train.")):
+                raise
+            key = f"train.candidates.{name}.{error.key}"
+            raise DraftstillError(error.problem, key=key, value=error.value, mend=error.mend) from None
+
+
+def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Recipe, Stage]]) -> None:
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if many and not stages(recipe, run)["recording"].done:
+        # The others would wait at a barrier until the launcher or the collective's own patience ended them all.
         raise DraftstillError("the recording is not there yet, and a launch of many processes must not make it", key="run_dir",
                               value=recipe.run_dir, mend="first run, in one process: draftstill distill RECIPE")  # fmt: skip
+    for own, _ in missing.values():
+        refuse_missing(own)
     recorded = stages(recipe, run)["recording"].folder if many else record(recipe, run)
-    if accelerator.is_main_process:
-        stage.begin()
-    accelerator.wait_for_everyone()
+    several = bool(recipe.train.candidates)
+    failed = []
+    for number, (name, (own, stage)) in enumerate(missing.items(), 1):
+        accelerator = _accelerator(own)
+        if accelerator.is_main_process:
+            stage.begin()
+            if several:
+                say(f"  candidate {name} ({number} of {len(missing)})")
+        accelerator.wait_for_everyone()
+        try:
+            _train_one(own, stage, recorded, accelerator)
+        except OSError:
+            raise  # a full disk or a refused file is no fault of the candidate
+        except Exception as error:
+            # Of a launch only what every rank meets alike may be passed over: the others would wait for a rank that failed alone.
+            if not several or (many and not isinstance(error, DraftstillError)):
+                raise
+            failed.append(name)
+            if accelerator.is_main_process:
+                note_failure(stage, error)
+                say(f"  candidate {name} failed: {error}")
+        finally:
+            close_trackers(accelerator)
+            accelerator.free_memory()
+            AcceleratorState._reset_state()  # the next candidate may multiply in another precision; the process group stays
+            gc.collect()
+    if failed and os.environ.get("RANK", "0") == "0":
+        say(
+            f"  failed: {', '.join(failed)} (above, and in {FAILED} of the stage); the training tries them again when it is asked for again"
+        )
+
+
+def _train_one(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accelerator) -> None:
+    open_trackers(accelerator, recipe, stage)
     job = Job(recipe, recorded, stage.work, accelerator)
     job.run()
     if accelerator.is_main_process:
         facts = job.save(stage.work / "model")
+        log_rounds(accelerator, recipe, recorded, stage.work / "model", job.step)
+        (stage.work / FAILED).unlink(missing_ok=True)
         folder = stage.finish(**facts)
         drop_checkpoints(folder)  # not before: after a kill the next attempt must still find them
         (folder / "best.safetensors").unlink()
         best = facts["best"]
-        say(f"  draft: {facts['parameters'] / 1e6:.1f} M parameters; held-out alpha {facts['curve'][0]['alpha_deploy']:.3f} -> "
+        say(f"  {stage.name}: {facts['parameters'] / 1e6:.1f} M parameters; held-out alpha {facts['curve'][0]['alpha_deploy']:.3f} -> "
             f"{best['alpha_deploy']:.3f} at the deployment's sampler, {best['alpha']:.3f} at temperature 1")  # fmt: skip
     accelerator.wait_for_everyone()
-    accelerator.end_training()  # the last thing: it ends the process group, too
-    return stage.folder
 
 
-def _accelerator(recipe: Recipe, run: RunFolder) -> Accelerator:
-    trackers = list(recipe.train.report_to)
-    for name in trackers:  # accelerate would leave it out with a debug message
-        if importlib.util.find_spec(name) is None:
-            raise DraftstillError(
-                "the tracker is not installed", key="train.report_to", value=name, mend=f"pip install {name}, or leave it out"
-            )
-    accelerator = Accelerator(
-        mixed_precision="bf16" if trains_in_bf16(recipe) else "no", cpu=resolved_device(recipe) == "cpu",
-        log_with=trackers or None, project_dir=str(run.path / "trackers") if trackers else None,
-    )  # fmt: skip
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise DraftstillError(f"training under {accelerator.distributed_type.value} is not supported yet", key="accelerate launch",
-                              mend="use one process, or data parallel: configs/accelerate/ddp.yaml")  # fmt: skip
+def _accelerator(recipe: Recipe) -> Accelerator:
+    refuse_environment()
+    accelerator = Accelerator(mixed_precision="bf16" if trains_in_bf16(recipe) else "no", cpu=resolved_device(recipe) == "cpu")
+    shard_on_cpu(accelerator)
+    refuse_launch(accelerator, recipe)
     if accelerator.num_processes > 1 and accelerator.is_main_process:
-        say(f"  training on {accelerator.num_processes} processes, {accelerator.device.type}")
-    if trackers:
-        (run.path / "trackers").mkdir(parents=True, exist_ok=True)
-        wandb = {"dir": str(run.path / "trackers"), **({"name": recipe.train.run_name} if recipe.train.run_name else {})}
-        accelerator.init_trackers("draftstill", init_kwargs={"wandb": wandb})
+        say(f"  training on {accelerator.num_processes} processes, {accelerator.device.type}, {accelerator.distributed_type.value}")
     return accelerator

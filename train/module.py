@@ -26,6 +26,9 @@ class DistilledDraft(nn.Module):
     def __init__(self, model: Any, vocab: int, objective: Objective, compute: torch.dtype, weights: Tokens | None = None) -> None:
         super().__init__()
         self.model = model
+        self._no_split_modules = getattr(
+            model, "_no_split_modules", None
+        )  # what FSDP2 shards as a piece: accelerate looks on the outermost module
         self.vocab, self.objective, self.compute = vocab, objective, compute
         self.weights = weights or Tokens()
 
@@ -45,7 +48,9 @@ class DistilledDraft(nn.Module):
         return fused_tokens(self._hidden(batch), self._head(), batch.teacher, self.objective, compute=self.compute)["loss"]
 
     def _hidden(self, batch: Batch) -> Tensor:
-        return self.model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state.flatten(0, 1)[batch.rows_N]
+        # transformers takes a position that does not follow the one before it for the start of another sequence, and masks accordingly.
+        packed = {} if batch.at_BT is None else {"position_ids": batch.at_BT}
+        return self.model.model(input_ids=batch.ids_BT, use_cache=False, **packed).last_hidden_state.flatten(0, 1)[batch.rows_N]
 
     def _head(self) -> Tensor:
         head = self.model.lm_head.weight
@@ -66,3 +71,12 @@ class DistilledDraft(nn.Module):
             weight_N = weight_N * largest_gaps(gap_N, batch.place_N, asked.keep)
         confidence = Confidence(asked.prefix_gamma, runs(batch.rows_N, batch.place_N)) if asked.prefix_gamma else None
         return weight_N, confidence
+
+
+def attention_share(config: Any) -> float:
+    """What one more column adds to a token's multiplications, over those of a layer's matrices: two products of a head's width per head,
+    against attention's and a gated MLP's projections."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * heads * width / (hidden * (2 * heads + 2 * kv_heads) * width + 3 * hidden * config.intermediate_size)

@@ -12,13 +12,14 @@ from pydantic import Field, model_validator
 
 from draftstill.recipe.adapt import Adapt
 from draftstill.recipe.base import Fraction, PositiveInt, Section
-from draftstill.recipe.evaluate import Arm, Evaluate
+from draftstill.recipe.evaluate import OWN, Arm, Evaluate
 from draftstill.recipe.models import Draft, Source, Target
 from draftstill.recipe.publish import Publish
 from draftstill.recipe.record import Kind, Record
 from draftstill.recipe.respond import Respond, Sampler
+from draftstill.recipe.server import Server
 from draftstill.recipe.text import Corpus
-from draftstill.recipe.train import Candidate, Loss, LossName, Tokens, Train
+from draftstill.recipe.train import Candidate, Lora, Loss, LossName, Phase, Switch, Tokens, Train
 
 __all__ = [
     "Adapt",
@@ -29,8 +30,11 @@ __all__ = [
     "Evaluate",
     "Fraction",
     "Kind",
+    "Lora",
     "Loss",
     "LossName",
+    "OWN",
+    "Phase",
     "PositiveInt",
     "Publish",
     "Recipe",
@@ -38,7 +42,9 @@ __all__ = [
     "Respond",
     "Sampler",
     "Section",
+    "Server",
     "Source",
+    "Switch",
     "Target",
     "Tokens",
     "Train",
@@ -78,8 +84,10 @@ class Recipe(Section):
         deployed = self.respond.sampler.temperature
         if deployed not in self.evaluate.temperatures:
             raise ValueError(f"evaluate.temperatures must contain the deployment's temperature, respond.sampler.temperature ({deployed:g})")
-        asked = self.train.loss.temperature
-        if self.record.mode != "hidden" and asked is not None and asked != self.record.temperature:
+        if self.record.mode == "text" and {name for loss in self.train.losses for name in loss.names} != {"ce"}:
+            raise ValueError("record.mode: text knows no probabilities; the only loss is train.loss.name: ce")
+        asked = {loss.temperature for loss in self.train.losses} - {None, self.record.temperature}
+        if self.record.mode != "hidden" and asked:
             raise ValueError(
                 "train.loss.temperature must equal record.temperature in topk and auto mode, or leave it out; use record.mode: hidden for another"
             )

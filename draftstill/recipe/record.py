@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from draftstill.recipe.base import PositiveInt, Section
 from draftstill.recipe.models import Source
+from draftstill.recipe.server import Server
 
 Kind = Literal["response", "document", "rollout", "replay"]
 
@@ -15,9 +16,11 @@ Kind = Literal["response", "document", "rollout", "replay"]
 class Record(Section):
     """The target's token distributions, on disk."""
 
-    mode: Literal["topk", "hidden", "auto"] = "topk"
+    mode: Literal["topk", "hidden", "auto", "text"] = "topk"
     """``topk``: K ids with log-probabilities and the exact tail mass. ``hidden``: the last hidden state, from which all of p follows.
-    ``auto``: a pilot sample decides."""
+    ``auto``: a pilot sample decides. ``text``: no laws, only what the target wrote (black-box); the loss is then ``ce``."""
+    server: Server | None = None
+    """Have a vLLM, SGLang or llama.cpp server score the texts in ``topk`` mode, at temperature 1. It must not speculate."""
     top_k: PositiveInt = 64
     """Kept ids per position in ``topk`` mode, at most."""
     kept_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -57,4 +60,18 @@ class Record(Section):
     def _draft_is_there(self) -> Record:
         if (self.rollouts or self.replays) and not self.draft:
             raise ValueError("rollouts and replays need record.draft, the draft that makes them")
+        return self
+
+    @model_validator(mode="after")
+    def _served(self) -> Record:
+        if self.mode == "text" and (self.server or self.rollouts or self.replays):
+            raise ValueError("text mode learns from what the target wrote alone: no server, rollouts or replays")
+        if self.server and self.mode != "topk":
+            raise ValueError("a server gives top log-probabilities: set record.mode: topk")
+        if self.server and self.temperature != 1.0:
+            raise ValueError("a server gives log-probabilities at temperature 1; the tail at another temperature cannot be known")
+        if self.server and self.replays:
+            raise ValueError("replays decode with the target in process; leave them out, or leave out record.server")
+        if self.server and self.server.api == "chat":
+            raise ValueError("laws are asked for by token ids: leave out record.server.api")
         return self

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from draftstill.recipe.base import Fraction, PositiveInt, Section
+from draftstill.recipe.candidates import check_names
+from draftstill.recipe.record import Kind
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "nla", "lk", "ce"]
+
+
+class Switch(Section):
+    """When one loss gives way to another."""
+
+    to: LossName = "lk"
+    """The loss from then on, with the same eta, beta, temperature, top_k and top_p."""
+    alpha: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Switched for good after the first measurement in which held-out alpha at the deployment's sampler is at least this."""
 
 
 class Loss(Section):
@@ -30,15 +41,19 @@ class Loss(Section):
     """Cut both laws to their k most probable tokens inside the loss, as the deployment would (0: all)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Cut both laws to their smallest set that holds this much, after top_k."""
+    switch: Switch | None = None
+    """Another loss from a measured alpha on: KL first, which teaches a draft that is still wrong, and then what rewards acceptance."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.mix) or (self.name,)
+        """Every divergence that can come up."""
+        return (*(tuple(self.mix) or (self.name,)), *((self.switch.to,) if self.switch else ()))
 
     @property
     def label(self) -> str:
-        """For reports: the loss's name, or the mix."""
-        return " + ".join(f"{weight:g} {name}" for name, weight in self.mix.items()) or self.name
+        """For reports: the loss's name, or the mix, and what it gives way to."""
+        first = " + ".join(f"{weight:g} {name}" for name, weight in self.mix.items()) or self.name
+        return f"{first}, {self.switch.to} from alpha {self.switch.alpha:g}" if self.switch else first
 
 
 class Tokens(Section):
@@ -64,6 +79,32 @@ class Candidate(Section):
     """Keys of the section ``train`` with this candidate's values; a section inside, such as loss, is merged key by key."""
 
 
+class Lora(Section):
+    """Low-rank adapters in place of all weights, merged at the end: the draft is an ordinary model. The spellings are those of peft's LoraConfig."""
+
+    r: PositiveInt = 16
+    """Rank of each adapter."""
+    lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """An adapter's product is scaled by lora_alpha / r."""
+    lora_dropout: Fraction = 0.0
+    """Dropout before the adapter. Above 0 a gradient depends on how its batch is split."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Linear layers that get an adapter, by the last part of their name, for example [q_proj, v_proj]; ``all-linear``: all but the head."""
+
+
+class Phase(Section):
+    """A part of the training."""
+
+    share: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of all steps, in proportion to the other phases' shares."""
+    loss: Loss | None = None
+    """Default: train.loss."""
+    learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """Peak; warm-up and shape stay those of the whole training. Default: train.learning_rate."""
+    kinds: tuple[Kind, ...] = ()
+    """Kinds of recorded text that it draws from: response, document, rollout, replay. Default: all."""
+
+
 class Train(Section):
     """The draft's training; the spellings are those of TrainingArguments."""
 
@@ -71,6 +112,14 @@ class Train(Section):
     """The divergence."""
     tokens: Tokens = Tokens()
     """Weights of the positions."""
+    phases: tuple[Phase, ...] = ()
+    """Parts that follow each other, for example the whole recording and then replays: each a section with share, loss, learning_rate and
+    kinds. Default: one part."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights (default: all weights)."""
+    init_from: str | None = None
+    """A folder or .safetensors file whose weights the draft begins with, in place of its own: a warm start. Shapes must be the same. To go on
+    with a stopped run, repeat its command instead."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
@@ -88,7 +137,14 @@ class Train(Section):
     per_device_train_batch_size: PositiveInt = 8
     """Sequences per forward on each device."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Forwards per optimizer step."""
+    """Forwards per optimizer step. A launch that goes on with another number of processes adapts it, so that a step sees as many sequences."""
+    packing: bool = False
+    """Put several short sequences of a forward into one row, isolated from each other: less padding, the same gradient."""
+    gradient_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass instead of keeping them: less memory, more time, the same gradient."""
+    ema_decay: Fraction = 0.0
+    """Average the weights over steps: average = decay * average + (1 - decay) * weights, with a smaller decay, (1 + step) / (10 + step), at the
+    start. The averaged weights are measured, kept and published (0: off)."""
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
     """Passes over the recording."""
     max_steps: int = -1
@@ -104,6 +160,8 @@ class Train(Section):
     """Steps between log lines."""
     eval_steps: PositiveInt = 50
     """Steps between measurements of held-out alpha."""
+    early_stopping_patience: Annotated[int, Field(ge=0)] = 0
+    """Stop after this many measurements in a row without a new best held-out alpha (0: never)."""
     save_steps: PositiveInt = 50
     """Steps between checkpoints."""
     save_total_limit: PositiveInt = 1
@@ -112,15 +170,21 @@ class Train(Section):
     """Trackers. wandb stays offline unless WANDB_MODE says otherwise."""
     run_name: str | None = None
     """Name shown by the trackers."""
-    candidates: dict[str, Candidate] = {}
+    candidates: Annotated[dict[str, Candidate], AfterValidator(check_names)] = {}
     """Several drafts from one recording, each a name with its own ``draft`` and ``train`` keys over those of the recipe; evaluate ranks them.
     Default: one, named ``tuned``."""
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Every loss section that comes up."""
+        return tuple(phase.loss or self.loss for phase in self.phases) or (self.loss,)
 
     @model_validator(mode="after")
     def _steps(self) -> Train:
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError("max_steps must be -1 (by epochs) or at least 1")
-        if self.head_tokens and ("ce" in self.loss.names or self.loss.top_k or self.loss.top_p < 1 or self.tokens.keep < 1):
+        whole = any("ce" in loss.names or loss.top_k or loss.top_p < 1 for loss in self.losses)
+        if self.head_tokens and (whole or self.tokens.keep < 1):
             raise ValueError(
                 "head_tokens trains against a sample of the ids: not with loss ce, loss.top_k, loss.top_p or tokens.keep, which ask for all"
             )

@@ -71,7 +71,9 @@ def tau_of(recipe: Recipe, job: Job, target: Loaded, rows: list[dict[str, Any]],
     return metrics(decoder.run([Request(r["prompt"], tokens, seed=seed_of("losses", r["prompt_id"])) for r in rows]))["tau"]
 
 
-def measure(base: Recipe, loss: str, seed: int, steps: int, target: Loaded, found: dict[str, Path], tokens: int, work: Path) -> dict[str, Any]:
+def measure(
+    base: Recipe, loss: str, seed: int, steps: int, target: Loaded, found: dict[str, Path], tokens: int, work: Path
+) -> dict[str, Any]:
     recipe = recipe_of(base, loss, seed, steps)
     started = time.monotonic()
     job = trained(recipe, found["recording"], work)
@@ -85,7 +87,9 @@ def measure(base: Recipe, loss: str, seed: int, steps: int, target: Loaded, foun
 
 def show(cells: list[dict[str, Any]], temperature: float) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for n, column in enumerate(("loss", "alpha, T = 1", f"T = {temperature:g}", "top-1", "tau", f"T = {temperature:g} less lk's", "tau less lk's")):
+    for n, column in enumerate(
+        ("loss", "alpha, T = 1", f"T = {temperature:g}", "top-1", "tau", f"T = {temperature:g} less lk's", "tau less lk's")
+    ):
         table.add_column(column, justify="right" if n else "left")
     by = {(c["loss"], c["seed"]): c for c in cells}
     for loss in LOSSES:
@@ -132,7 +136,9 @@ def main() -> None:
                   "command": " ".join(["python -m tests.bench.losses", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d", time.gmtime())}  # fmt: skip
     write_json(asked.out / "losses.json", {"cells": cells, "conditions": conditions})
     show(cells, base.respond.sampler.temperature)
-    out.print(f"Means over {seeds} orders of the same text, {steps} steps; in brackets the range over orders. All in {asked.out / 'losses.json'}")
+    out.print(
+        f"Means over {seeds} orders of the same text, {steps} steps; in brackets the range over orders. All in {asked.out / 'losses.json'}"
+    )
 
 
 if __name__ == "__main__":

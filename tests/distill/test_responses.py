@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftstill.corpus import read_documents
-from draftstill.distill import encode, read_responses, respond, responses
+from draftstill.distill import encode, read_responses, respond, responses, writing
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Respond
 from draftstill.runfolder import read_json
@@ -31,16 +31,16 @@ def rows(folder: Path, side: str) -> list[dict[str, Any]]:
 def test_stopped_and_started_again_gives_the_same_bytes(stop: int, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = borrowed(tmp_path, "corpus")
     written: list[str] = []
-    real = responses._write_batch
+    real = writing.write_json
 
-    def counted(recipe: Any, target: Any, batch: Any, place: Path) -> Any:
+    def counted(place: Path, value: Any) -> None:
         if len(written) == stop:
             raise KeyboardInterrupt
         written.append(place.name)
-        return real(recipe, target, batch, place)
+        real(place, value)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(responses, "_write_batch", counted)
+        patch.setattr(writing, "write_json", counted)
         respond(*opened(path))
     work = tmp_path / "run" / "responses.partial"
     kept = {p.name: p.stat().st_mtime_ns for p in work.glob("*-0*.json")}

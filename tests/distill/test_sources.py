@@ -21,7 +21,7 @@ from draftstill.distill.sources import bucketed, describe, in_shares
 from draftstill.errors import DraftstillError
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import read_json
-from draftstill.train.data import collate, supervised
+from draftstill.train.data import collate
 from tests.pipeline import REAL, borrowed, environment, finished, hashes, make_model, make_target, make_tokenizer, opened
 
 GAMMA = 3
@@ -92,7 +92,7 @@ def test_replay_holds_exactly_the_rejected_positions_of_the_trace(mixed: Path, d
     assert {tuple(recording[i].tokens.tolist()): recording[i].rows.tolist() for i in replays} == wanted
     assert sum(map(len, wanted.values())) > 20, "the draft is rejected now and then"
     batch = collate(recording, replays)
-    assert batch.tokens == sum(supervised(recording, i) for i in replays) == sum(map(len, wanted.values()))
+    assert batch.tokens == sum(recording.supervised(i) for i in replays) == sum(map(len, wanted.values()))
     width = batch.ids_BT.shape[1]
     assert batch.rows_N.tolist() == [b * width + p for b, i in enumerate(replays) for p in recording[i].rows.tolist()]
 

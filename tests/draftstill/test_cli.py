@@ -45,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names = {function: stage for stage, (_, function) in cli.MAKERS.items()}
 
     def face(folder: str, name: str) -> Any:
-        if name == "preflight":
+        if name == "preflight_all":
             return lambda recipe: None
 
         def make(recipe: Any, run: RunFolder, **options: Any) -> None:

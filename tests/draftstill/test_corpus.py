@@ -1,15 +1,19 @@
 import gzip
 import json
+import os
 import random
 
+import numpy as np
 import pytest
 
+from draftstill import dedupe, hashes
 from draftstill.corpus import SPLITS, prepare_corpus, read_documents
-from draftstill.dedupe import Groups, Shingler, group_documents, near_duplicates, seen_share
+from draftstill.dedupe import Groups, Shingler, Sketches, group_documents, seen_shares
 from draftstill.errors import DraftstillError
 from draftstill.readers import read_rows, unwrap
 from draftstill.recipe import Corpus, Recipe, Target
 from draftstill.runfolder import RunFolder
+from draftstill.sides import choose_sides
 
 
 def prose(seed: int, words: int = 120) -> str:
@@ -117,11 +121,11 @@ def test_gzipped_jsonl_that_was_cut_keeps_what_could_be_read(tmp_path):
 
 
 def test_mostly_unusable_rows_are_refused_by_field(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"content": prose(i), "n": 1}) for i in range(5)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"words": prose(i), "n": 1}) for i in range(5)))
     with pytest.raises(DraftstillError, match="5 of 5 rows cannot be used") as caught:
         prepare(recipe_for(tmp_path, tmp_path / "rows.jsonl"))
     message = str(caught.value)
-    assert caught.value.key == "corpus.field" and "'content', 'n'" in message and "rows.jsonl:1" in message
+    assert caught.value.key == "corpus.field" and "'words', 'n'" in message and "rows.jsonl:1" in message
     listing = tmp_path / "run" / "corpus.partial" / "rejected.jsonl"
     assert str(listing) in message and len(listing.read_text().splitlines()) == 5
 
@@ -162,6 +166,13 @@ def test_near_duplicates_stay_on_one_side_for_every_seed(tmp_path):
         assert facts["heldout_13grams_in_train"] == {"validation": 0.0, "test": 0.0}
 
 
+def near_duplicates(texts, threshold):
+    sketches = Sketches()
+    for text in texts:
+        sketches.add(text)
+    return sketches.near_duplicates(threshold)
+
+
 def test_near_duplicate_threshold():
     base = prose(1, 400)
     texts = [base, near(base, 2, 0.1), near(base, 3, 0.7), prose(2, 400)]
@@ -185,7 +196,8 @@ def test_texts_without_spaces_are_compared_by_character():
 
 
 def test_shingles_are_the_same_in_every_process():
-    assert Shingler()("The quick brown fox jumps over").tolist() == Shingler()("the QUICK, brown fox: jumps over!").tolist() == FIXED
+    high = lambda text: (Shingler()(text) >> np.uint64(32)).tolist()  # noqa: E731
+    assert high("The quick brown fox jumps over") == high("the QUICK, brown fox: jumps over!") == FIXED
 
 
 FIXED = [2710685447, 2978692819]  # fixed numbers: hash() would give others in each process
@@ -207,8 +219,10 @@ def test_groups_are_transitive_and_families_join():
 
 def test_seen_share():
     words = prose(1, 40).split()
-    assert seen_share([" ".join(words)], [" ".join(words[:20])]) == 1.0
-    assert seen_share([" ".join(words[:26])], [" ".join(words)]) == 14 / 28
+    shares = seen_shares(
+        [prose(2), " ".join(words[:26])], {"part": [" ".join(words[:20])], "more": [" ".join(words)], "other": [prose(3)], "none": []}
+    )
+    assert shares == {"part": 1.0, "more": 14 / 28, "other": 0.0, "none": 0.0}
 
 
 @pytest.fixture
@@ -279,7 +293,7 @@ def test_empty_sources(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert "no row at all" in str(fault(recipe_for(tmp_path / "b", tmp_path / "empty.jsonl")))
     (tmp_path / "data.csv").write_text("x")
-    assert fault(recipe_for(tmp_path / "c", tmp_path / "data.csv")).mend == "set corpus.format to text or jsonl"
+    assert fault(recipe_for(tmp_path / "c", tmp_path / "data.csv")).mend == "set corpus.format to text, jsonl, json or parquet"
     assert "licenses folder" in str(fault(recipe_for(tmp_path / "d", tmp_path / "none", format="licensedcode")))
 
 
@@ -300,7 +314,7 @@ def test_the_suggested_share_works(tmp_path):
     mend = fault(recipe_for(tmp_path / "a", docs)).mend
     share = float(mend.split("at least ")[1].split()[0])
     _, _, splits = prepare(recipe_for(tmp_path / "b", docs, heldout_fraction=share))
-    assert [len(splits[s]) for s in SPLITS] == [3, 1, 1]
+    assert all(splits[s] for s in SPLITS)
 
 
 def test_read_documents_knows_its_splits(tmp_path):
@@ -313,3 +327,168 @@ def test_auto_reads_text_and_jsonl_of_one_folder(tmp_path):
     (docs / "rows.jsonl").write_text(json.dumps({"text": prose(50)}))
     assert [r.id for r in read_rows(Corpus(source=str(docs)))] == ["000.txt", "001.txt", "002.txt", "rows.jsonl:1"]
     assert [r.id for r in read_rows(Corpus(source=str(docs), format="jsonl"))] == ["rows.jsonl:1"]
+
+
+def write_chats(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def chat(seed, system=""):
+    turns = [{"role": "user", "content": prose(seed, 30)}, {"role": "assistant", "content": prose(seed + 10_000, 30)}]
+    return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
+
+
+def test_conversations_keep_their_turns(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [{**chat(n), "tools": tools} if n == 3 else chat(n) for n in range(20)]
+    folder, facts, splits = prepare(recipe_for(tmp_path, write_chats(tmp_path / "log.jsonl", rows), heldout_fraction=0.3))
+    documents = {d.id: d for d in sum(splits.values(), [])}
+    assert [documents[f"log.jsonl:{n + 1}"].messages for n in range(20)] == [r["messages"] for r in rows]
+    assert documents["log.jsonl:4"].tools == tools and documents["log.jsonl:5"].tools is None
+    assert documents["log.jsonl:1"].text == f"User: {prose(0, 30)}\n\nAssistant: {prose(10_000, 30)}"
+    assert facts["conversations"] == {"count": 20, "turns": 40, "with_tools": 1} and facts["shapes"] == {"messages": 1}
+    assert '"messages": null' not in (folder / "documents.jsonl").read_text()
+
+
+def test_a_system_prompt_that_all_share_makes_no_duplicates(tmp_path):
+    rows = [chat(n, system=prose(999, 300)) for n in range(20)]
+    _, facts, _ = prepare(recipe_for(tmp_path, write_chats(tmp_path / "log.jsonl", [*rows, rows[5]]), heldout_fraction=0.3))
+    assert facts["groups"] == 20 and facts["rejected"] == {"exact duplicate": 1}
+    assert facts["heldout_13grams_in_train"] == {"validation": 0.0, "test": 0.0}
+
+
+def test_rows_of_one_conversation_stay_together(tmp_path):
+    rows = [{**chat(n), "conversation_id": n // 4} for n in range(40)]
+    _, facts, splits = prepare(recipe_for(tmp_path, write_chats(tmp_path / "log.jsonl", rows), heldout_fraction=0.4))
+    assert facts["groups"] == 10 and facts["largest_group"] == 4
+    assert all(len(documents) % 4 == 0 for documents in splits.values())
+
+
+ODD = [
+    ({"text": prose(1) + "\x00"}, "NUL character"),
+    ({"text": prose(1) + "\ud800"}, "lone surrogate"),
+    ({"text": "x" * 3000}, "too long"),
+    ({"text": "   "}, "empty"),
+    ({"text": "short"}, "too short"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), ODD)
+def test_a_text_that_cannot_be_kept_is_named(tmp_path, row, reason):
+    rows = [{"text": prose(n)} for n in range(20)]
+    folder, facts, _ = prepare(recipe_for(tmp_path, write_chats(tmp_path / "rows.jsonl", [*rows, row]), max_chars=2500))
+    assert facts["rejected"] == {reason: 1} and rejected_in(folder) == {"rows.jsonl:21": reason}
+
+
+def test_odd_characters_inside_a_conversation_are_found(tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "\udfff"}}
+    bad = [{"messages": [{"role": "user", "content": "a\ud800"}]}, {"messages": [{"role": "user", "content": "a\x00"}]},
+           {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}]  # fmt: skip
+    _, facts, _ = prepare(recipe_for(tmp_path, write_chats(tmp_path / "log.jsonl", [chat(n) for n in range(20)] + bad), max_chars=2500))
+    assert facts["rejected"] == {"NUL character": 1, "lone surrogate": 2}
+
+
+def test_too_many_faults_are_refused_by_reason(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join([json.dumps({"text": prose(n)}) for n in range(20)] + ["{", '{"text": ""}', '{"text": "short"}']))
+    _, facts, _ = prepare(recipe_for(tmp_path / "a", source, max_rejected=0.09))  # 2 of 23; too short is no fault
+    assert facts["kept"] == 20
+    error = fault(recipe_for(tmp_path / "b", source, max_rejected=0.05))
+    assert error.key == "corpus.max_rejected" and error.value == 0.05
+    assert "2 of 23 rows cannot be used (1 bad JSON, 1 empty); the first is rows.jsonl:21" in str(error) and "rejected.jsonl" in error.mend
+    assert "max_rejected" in str(fault(recipe_for(tmp_path / "c", source, max_rejected=0.0)))
+
+
+def sides(folder_splits):
+    return {d.text: split for split, documents in folder_splits.items() for d in documents}
+
+
+def test_a_growing_corpus_moves_no_document(tmp_path):
+    docs = write_texts(tmp_path / "docs", 200)
+    _, facts, before = prepare(recipe_for(tmp_path / "a", docs, heldout_fraction=0.4))
+    for n in range(200):  # sorted in between, in front and behind
+        (docs / f"{n:03d}-{n % 3}.txt").write_text(prose(1000 + n))
+        (docs / f"a{n}.txt").write_text(prose(2000 + n))
+    (docs / "000.txt").rename(docs / "zzz.txt")
+    _, more, after = prepare(recipe_for(tmp_path / "b", docs, heldout_fraction=0.4))
+    old, new = sides(before), sides(after)
+    assert more["kept"] == 600 and {text: new[text] for text in old} == old
+    for split in ("validation", "test"):
+        assert 80 <= len(after[split]) <= 160, "a fifth of 600, within four standard deviations"
+    assert more["test_sha256"] != facts["test_sha256"]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8])
+@pytest.mark.parametrize("fraction", [0.7, 0.5])
+def test_no_side_is_empty(count, fraction):
+    for seed in range(60):
+        groups = {n: bytes([n]) for n in range(count)}
+        made = choose_sides(groups, count, fraction, seed)
+        assert set(made.values()) == set(SPLITS) and made.keys() == groups.keys()
+
+
+def test_the_frozen_test_set(tmp_path):
+    docs = write_texts(tmp_path / "docs", 40)
+    recipe = recipe_for(tmp_path, docs, heldout_fraction=0.4)
+    folder, facts, _ = prepare(recipe)
+    frozen = recipe_for(tmp_path, docs, heldout_fraction=0.4, test_sha256=facts["test_sha256"])
+    assert prepare(frozen)[0] == folder, "freezing makes nothing anew"
+    other = fault(recipe_for(tmp_path, docs, heldout_fraction=0.4, test_sha256="0" * 64))
+    assert other.key == "corpus.test_sha256" and facts["test_sha256"] in other.mend
+    # Other names, another order and another copy are the same set; another seed, share or text is not.
+    (docs / "000.txt").rename(docs / "zzz.txt")
+    same = {"heldout_fraction": 0.4, "test_sha256": facts["test_sha256"]}
+    prepare(recipe_for(tmp_path / "b", docs, **same))
+    assert fault(recipe_for(tmp_path / "c", docs, seed=5, **same)).key == "corpus.test_sha256"
+    assert not (tmp_path / "c" / "run" / "corpus").exists()
+
+
+def test_a_stopped_reading_leaves_no_claim(tmp_path):
+    docs = write_texts(tmp_path / "docs", 4)
+    recipe = recipe_for(tmp_path, docs, heldout_fraction=0.1)
+    fault(recipe)
+    left = [p.name for p in (tmp_path / "run" / "corpus.partial").rglob("*")]
+    assert sorted(left) == ["rejected.jsonl", "stage.json"]
+    prepare(recipe_for(tmp_path, docs, heldout_fraction=0.5))  # the mended recipe, in the same folder
+
+
+def test_a_crowded_bucket_is_compared_in_part_and_still_finds_duplicates(monkeypatch):
+    monkeypatch.setattr(dedupe, "_CROWDED", 50)
+    phrase = prose(7, 60)  # in every text, so that most of them meet in some band
+    texts = [f"{phrase} {prose(n, 90)}" for n in range(200)]
+    texts += [near(texts[n], 3, 0.1) for n in range(0, 200, 10)]
+    sketches = Sketches()
+    for text in texts:
+        sketches.add(text)
+    joined = {frozenset(pair[:2]) for pair in sketches.near_duplicates(0.55)}
+    assert sketches.crowded > 0
+    assert {frozenset((10 * n, 200 + n)) for n in range(20)} <= joined
+
+
+def test_texts_without_words_are_no_duplicates():
+    assert near_duplicates(["!!! ???", "...", "\U0001f600 \U0001f601", prose(1)], 0.5) == []
+
+
+def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"a" * (5 << 20))
+    os.utime(path, ns=(1, 1))
+    calls, real = [], hashes.hash_file
+    monkeypatch.setattr(hashes, "hash_file", lambda p: calls.append(p) or real(p))
+    monkeypatch.setattr(hashes, "_SETTLED_NS", 0)
+    first = hashes.remembered_hash(path)
+    assert hashes.remembered_hash(path) == first and len(calls) == 1
+    with open(path, "r+b") as file:  # one byte in the middle, the same size, the old time set back
+        file.seek(2 << 20)
+        file.write(b"b")
+    os.utime(path, ns=(1, 1))
+    assert hashes.remembered_hash(path) != first and len(calls) == 2
+    next((tmp_path / "cache" / "draftstill" / "hashes").iterdir()).write_text("{}")
+    assert hashes.remembered_hash(path) == real(path)
+    monkeypatch.setattr(hashes, "_SETTLED_NS", 10**12)  # changed just now: it may change again unseen
+    path.write_bytes(b"c" * (5 << 20))
+    hashes.remembered_hash(path)
+    hashes.remembered_hash(path)
+    assert len(calls) == 5

@@ -49,8 +49,8 @@ def test_unknown_key_names_the_nearest_known_one(write):
 
 
 def test_key_of_another_section_is_found(write):
-    message = fault(write, MINIMAL + "train: {gamma: 3}\n")
-    assert "'evaluate.gamma'" in message
+    message = fault(write, MINIMAL + "train: {lookup_gamma: 3}\n")
+    assert "'evaluate.lookup_gamma'" in message
 
 
 def test_all_faults_of_a_file_are_shown_at_once(write):

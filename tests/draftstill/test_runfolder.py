@@ -132,6 +132,28 @@ def test_inputs_take_models_and_paths_only(tmp_path):
         RunFolder(tmp_path).stage("a", {"x": object()})
 
 
+def test_weights_in_one_file_or_in_several_have_one_hash(tmp_path):
+    with pytest.raises(DraftstillError, match="no weights"):
+        runfolder.hash_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    assert runfolder.hash_weights(tmp_path) == runfolder.hash_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for number in (1, 2):
+        (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(b"a")
+    both = runfolder.hash_weights(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"b")
+    assert runfolder.hash_weights(tmp_path) not in (both, runfolder.hash_file(tmp_path / "model-00001-of-00002.safetensors"))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_weights_are_as_private_as_their_config(tmp_path, mode):
+    for name, own in (("config.json", mode), ("model.safetensors", 0o600)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(own)
+    runfolder.share_weights(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+
+
 def test_hash_file(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert runfolder.hash_file(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

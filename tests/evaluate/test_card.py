@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from draftstill.evaluate.card import card, gamma_table, hub_id, metadata
-from draftstill.evaluate.licences import name_fault
-from draftstill.evaluate.publishing import public_score
+from draftstill.evaluate.licences import licence, name_fault
+from draftstill.evaluate.publishing import public_recipe, public_score
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json
 from tests.evaluate.published import SAMPLE, Run
@@ -67,8 +67,16 @@ def test_target_language_and_serving_facts_stand_in_the_head() -> None:
 def test_only_a_hub_id_becomes_base_model(source: str) -> None:
     score = copy.deepcopy(SAMPLE)
     score["target"]["source"] = source
-    assert "base_model" not in front_matter(card(score, recipe_for()))
-    assert hub_id(source) is None and "PATH/TO/TARGET" in card(score, recipe_for())
+    recipe = Recipe.model_validate_json(json.dumps({**json.loads(recipe_for().model_dump_json()), "target": {"source": source}}))
+    assert "base_model" not in front_matter(card(score, recipe))
+    assert hub_id(source) is None and "PATH/TO/TARGET" in card(score, recipe)
+
+
+def test_a_draft_of_a_tuned_target_names_what_that_was_tuned_from() -> None:
+    score = copy.deepcopy(SAMPLE)
+    score["target"]["source"] = "runs/x/adapted/model"
+    text = card(score, recipe_for())
+    assert front_matter(text)["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "PATH/TO/TARGET" in text
 
 
 def test_the_card_begins_with_what_it_is_and_warns_about_an_unknown_licence() -> None:
@@ -173,3 +181,40 @@ def test_every_number_of_a_published_card_is_in_its_report(byte_run: Run) -> Non
     for word in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", text):
         printed = float(word.replace(",", ""))
         assert any(abs(x - printed) <= 0.5000001 * 10 ** -len(word.partition(".")[2]) for x in known), f"{word} is not in the report"
+
+
+DRAFTS: list[tuple[dict[str, Any], str | None, str | None, str]] = [
+    ({}, "apache-2.0", "HuggingFaceTB/SmolLM2-135M-Instruct", "layers 0, 1 of the target;"),
+    ({"keep_mlp": 0.5}, "apache-2.0", "HuggingFaceTB/SmolLM2-135M-Instruct", "layers 0, 1 of the target, 50% of the MLP;"),
+    (
+        {"source": "fresh", "depth": 2},
+        "apache-2.0",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "new layers, embedding and head from the target;",
+    ),
+    ({"source": "fresh", "depth": 2, "fresh": {"init": "random"}}, "apache-2.0", None, "new layers, embedding and head at random;"),
+    ({"source": "jo/small"}, None, "jo/small", "an existing model, jo/small;"),
+    ({"source": "jo/small", "cut": True}, None, "jo/small", "layers 0, 1 of an existing model, jo/small;"),
+    ({"source": "/home/jo/small"}, None, None, "an existing model;"),
+]
+
+
+@pytest.mark.parametrize(("draft", "licensed", "base", "start"), DRAFTS, ids=lambda x: str(x) if isinstance(x, dict) else None)
+def test_licence_and_start_follow_from_how_the_draft_was_built(
+    draft: dict[str, Any], licensed: str | None, base: str | None, start: str
+) -> None:
+    values = json.loads(recipe_for().model_dump_json())
+    recipe = Recipe.model_validate_json(json.dumps({**values, "draft": draft}))
+    text = card(SAMPLE, recipe)
+    head = front_matter(text)
+    assert licence(SAMPLE, recipe) == licensed and head["license"] == (licensed or "other") and head.get("base_model") == base
+    assert f"- start: {start}" in text
+
+
+def test_the_published_recipe_names_no_place_of_its_maker() -> None:
+    values = json.loads(recipe_for().model_dump_json())
+    values["train"]["init_from"] = "/data/clients/acme/draft"
+    for section in ("respond", "record"):
+        values[section]["server"] = {"url": "http://gpu7.acme.internal:8000"}
+    told = json.dumps(public_recipe(Recipe.model_validate_json(json.dumps(values)), SAMPLE))
+    assert "acme/draft" not in told and "clients" not in told and "internal" not in told

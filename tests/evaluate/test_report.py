@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from draftstill.evaluate.html import MOST_BYTES, embedded, page
-from draftstill.evaluate.report import losslessness, outcome, to_markdown, to_terminal, verdict, with_prefill, write_reports
+from draftstill.evaluate.html import MOST_BYTES, page
+from draftstill.evaluate.markup import embedded
+from draftstill.evaluate.report import to_markdown, to_terminal, with_prefill, write_reports
+from draftstill.evaluate.sentences import verdict
+from draftstill.evaluate.wording import losslessness, outcome
 
 SAMPLE = json.loads((Path(__file__).parent / "sample_score.json").read_text())
 
@@ -120,9 +123,10 @@ def test_the_markdown_tables_have_every_arm_and_no_ragged_row(score: dict[str, A
     score["target"]["name"] = "odd | name\nwith a line"
     lines = to_markdown(score).splitlines()
     widths = {line.replace("\\|", "").count("|") for line in lines if line.startswith("| ") and "tok/s" not in line}
-    assert widths == {11, 3}  # arms, conditions
+    assert widths == {6, 11, 3}  # candidates, all figures, conditions
     assert sum(line.startswith("| draft after training | 3 |") for line in lines) == 2
-    assert any("50.8% [4" in line and "1.71x [1.63x, 1.83x]" in line for line in lines)
+    assert any("50.8% [4" in line.replace("\\", "") and "1.71x [1.63x, 1.83x]" in line.replace("\\", "") for line in lines)
+    assert any(line.startswith("| **draft after training** | 3 |") for line in lines), "the winner is marked"
 
 
 def test_prefill_dilutes_the_gain(score: dict[str, Any]) -> None:
@@ -148,7 +152,7 @@ def test_the_last_screen_fits(score: dict[str, Any], tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     screen = to_terminal(score, {"html": tmp_path / "runs/demo/score/report.html"})
     lines = screen.splitlines()
-    assert len(lines) <= 20 and max(map(len, lines)) <= 80
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
     assert "runs/demo/score/report.html" in screen and "draftstill run my.yaml" in screen
     assert "12.1%" in screen and "50.8%" in screen and "1.71x" in screen and "0.93x" in screen
 
@@ -249,7 +253,7 @@ def test_the_page_opens_with_the_verdict_and_marks_tokens_twice() -> None:
     for heading in (
         "Candidates",
         "Where the time goes",
-        "Acceptance by position",
+        "By position in the block",
         "Held-out alpha",
         "predicted and measured",
         "Conditions",
@@ -267,4 +271,4 @@ def test_what_was_not_measured_breaks_nothing(score: dict[str, Any]) -> None:
     score["winner"].update(arm=None, speedup=None, clear=False)
     assert not Seen(page(score)).faults
     assert ">nan" not in page(score) and "None" not in to_markdown(score)
-    assert len(to_terminal(score, {}).splitlines()) <= 20
+    assert len(to_terminal(score, {}).splitlines()) <= 24

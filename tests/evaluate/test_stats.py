@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from draftstill.evaluate.stats import Interval, paired_ratio, pooled_ratio
+from draftstill.evaluate.stats import Interval, best_of, paired_ratio, pooled_ratio, prompts_to_settle
+
+# --- definitions --------------------------------------------------------------------------------------------------------------
 
 
 def test_speedup_is_the_ratio_of_pooled_seconds_per_token() -> None:
@@ -28,20 +32,39 @@ def test_nothing_proposed_has_no_acceptance() -> None:
     assert pooled_ratio([0, 0], [0, 0]) is None
 
 
-def test_pairing_removes_what_both_arms_share() -> None:
+@pytest.mark.parametrize("n", [5, 16])
+def test_pairing_removes_what_both_arms_share(n: int) -> None:
     rng = np.random.default_rng(1)
-    slow = rng.uniform(1, 5, 16)
-    arm = slow / 1.5 * rng.normal(1, 0.01, 16)
-    tokens = np.full(16, 64)
+    slow = rng.uniform(1, 5, n)
+    arm = slow / 1.5 * rng.normal(1, 0.01, n)
+    tokens = np.full(n, 64)
     paired = paired_ratio(slow, arm, tokens, tokens)
     unpaired = paired_ratio(slow, rng.permutation(arm), tokens, tokens)
     assert paired.high - paired.low < 0.2 * (unpaired.high - unpaired.low)
     assert paired.excludes(1.0) and not paired.excludes(1.5)
 
 
+@pytest.mark.parametrize("n", [5, 24])
+def test_turning_a_ratio_over_turns_its_interval_over(n: int) -> None:
+    rng = np.random.default_rng(3)
+    a, b, m, k = rng.gamma(9, 1, n), rng.gamma(9, 2, n), rng.integers(10, 60, n), rng.integers(10, 60, n)
+    there, back = paired_ratio(a, b, m, k), paired_ratio(b, a, k, m)
+    assert (there.estimate, there.low, there.high) == pytest.approx((1 / back.estimate, 1 / back.high, 1 / back.low), rel=0.02)
+
+
+def test_the_unit_of_time_does_not_matter() -> None:
+    rng = np.random.default_rng(4)
+    a, b, n = rng.gamma(9, 1, 12), rng.gamma(9, 2, 12), np.full(12, 64)
+    one, other = paired_ratio(a, b, n, n), paired_ratio(1000 * a, 1000 * b, n, n)
+    assert (one.estimate, one.low, one.high) == pytest.approx((other.estimate, other.low, other.high))
+
+
+# --- degenerate data ----------------------------------------------------------------------------------------------------------
+
+
 def test_one_prompt_has_no_interval_and_excludes_nothing() -> None:
     interval = paired_ratio([2], [1], [10], [10])
-    assert interval == Interval(2.0, 2.0, 2.0, "none: one prompt")
+    assert interval == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), "none: one prompt")
     assert not interval.excludes(1.0)
 
 
@@ -49,13 +72,20 @@ def test_equal_prompts_have_no_interval() -> None:
     assert paired_ratio([2, 2], [1, 1], [10, 10], [10, 10]).method.startswith("none")
 
 
-def test_a_self_pair_falls_back_and_says_so() -> None:
-    # Every resample of accepted = proposed is exactly 1, so BCa's jackknife has no spread.
-    interval = pooled_ratio([9, 12, 7], [9, 12, 7])
+@pytest.mark.parametrize("counts", [[9, 12, 7], list(range(5, 25))])
+def test_a_self_pair_is_exactly_1_and_says_that_there_is_no_interval(counts: list[int]) -> None:
+    interval = pooled_ratio(counts, counts)
     assert interval is not None
-    assert (interval.estimate, interval.low, interval.high) == (1.0, 1.0, 1.0)
-    assert interval.method.startswith("percentile")
+    assert (interval.estimate, interval.low, interval.high) == (1.0, 1.0, 1.0) and interval.method.startswith("none")
     assert interval.to_json() == {"estimate": 1.0, "low": 1.0, "high": 1.0, "method": interval.method}
+
+
+@pytest.mark.parametrize("parts", [[9] * 19 + [8], [0] * 19 + [1], [0] * 20, [9, 0] * 10])
+def test_an_acceptance_stays_a_share(parts: list[int]) -> None:
+    with np.errstate(all="raise"):
+        interval = pooled_ratio(parts, [9] * 20)
+    assert interval is not None and 0.0 <= interval.low <= interval.estimate <= interval.high <= 1.0
+    assert all(math.isfinite(x) for x in (interval.low, interval.high))
 
 
 def test_few_prompts_give_a_wider_interval_than_the_plain_bootstrap() -> None:
@@ -85,38 +115,163 @@ def test_the_seed_decides() -> None:
         lambda: paired_ratio([0, 1], [1, 1], [1, 1], [1, 1]),
         lambda: paired_ratio([float("nan"), 1], [1, 1], [1, 1], [1, 1]),
         lambda: pooled_ratio([-1], [2]),
+        lambda: best_of(([1], [1]), {}),
+        lambda: best_of(([1, 1], [1, 1]), {"a": ([1], [1])}),
+        lambda: best_of(([1, 1], [1, 1]), {"a": ([0, 1], [1, 1])}),
     ],
 )
-def test_nonsense_is_refused(call) -> None:
+def test_nonsense_is_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError):
         call()
 
 
-def test_speedup_intervals_cover_the_truth() -> None:
-    # Prompt lengths of time vary by a shared factor; the arm's own noise is 15 % per prompt. Truth: 1.4.
-    rng = np.random.default_rng(0)
-    hits, runs = 0, 300
-    for n in range(runs):
-        base = rng.gamma(9, 0.1, 16)
-        arm = base / 1.4 * rng.gamma(1 / 0.15**2, 0.15**2, 16)
-        base *= rng.gamma(1 / 0.05**2, 0.05**2, 16)
-        tokens = np.full(16, 64)
-        interval = paired_ratio(base, arm, tokens, tokens, resamples=500, seed=n)
-        hits += interval.low <= 1.4 <= interval.high
-    assert 0.90 <= hits / runs <= 0.98
+# --- coverage -----------------------------------------------------------------------------------------------------------------
+
+REPEATS, GAMMA, C, V = 1000, 3, 0.2, 1.1
+KINDS = {"usual": (6, 4), "good and uneven": (6.8, 1.2), "poor and uneven": (1.5, 3.5)}
+"""Kinds of draft: how a prompt's own acceptance varies, as a beta law."""
 
 
-def test_acceptance_intervals_cover_the_truth_when_prompts_differ() -> None:
-    # Acceptance differs between prompts (beta, mean .6), proposals too: an interval over tokens would be far too narrow.
+def drafts(rng: np.random.Generator, n: int, a: float, b: float, equal_work: bool) -> tuple[np.ndarray, ...]:
+    """proposed, accepted, tokens, plain seconds, speculative seconds, [repeats, prompts] each: prompts differ in acceptance, length and cost."""
+    alpha = rng.beta(a, b, (REPEATS, n))
+    law = np.stack([alpha**k * (1 - alpha if k < GAMMA else 1) for k in range(GAMMA + 1)], -1)  # of a round's accepted tokens
+    rounds = rng.integers(5, 50, (REPEATS, n))
+    if equal_work:  # about 60 tokens each, as timing writes them: good prompts have fewer rounds
+        rounds = np.maximum(1, np.round(60 / (1 + (law * np.arange(GAMMA + 1)).sum(-1)))).astype(int)
+    accepted = rng.multinomial(rounds, law) @ np.arange(GAMMA + 1)
+    cost = rng.gamma(25, 1 / 25, (REPEATS, n))
+    noise = lambda: rng.gamma(400, 1 / 400, (REPEATS, n))  # noqa: E731
+    tokens = accepted + rounds
+    return rounds * GAMMA, accepted, tokens, tokens * cost * noise(), rounds * (GAMMA * C + V) * cost * noise()
+
+
+def moments(a: float, b: float) -> float:
+    """Mean accepted tokens of a round, exactly: the sum of the beta law's first GAMMA moments."""
+    return sum(math.prod((a + r) / (a + b + r) for r in range(k)) for k in range(1, GAMMA + 1))
+
+
+def covered(intervals: list[Interval | None], truth: float) -> float:
+    return float(np.mean([i is not None and i.low <= truth <= i.high for i in intervals]))
+
+
+@pytest.mark.parametrize("n", [16, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_cover_the_truth(kind: str, n: int) -> None:
+    a, b = KINDS[kind]
+    proposed, accepted, tokens, plain, arm = drafts(np.random.default_rng(n), n, a, b, equal_work=False)
+    expected = moments(a, b)
+    acceptance = [pooled_ratio(accepted[r], proposed[r], resamples=400, seed=r) for r in range(REPEATS)]
+    assert 0.93 <= covered(acceptance, expected / GAMMA) <= 0.97
+    speed: list[Interval | None] = [paired_ratio(plain[r], arm[r], tokens[r], tokens[r], resamples=400, seed=r) for r in range(REPEATS)]
+    assert 0.93 <= covered(speed, (1 + expected) / (GAMMA * C + V)) <= 0.97
+
+
+def test_intervals_cover_the_truth_when_all_texts_are_equally_long() -> None:
+    rng = np.random.default_rng(7)
+    many = drafts(rng, 400, 6, 4, equal_work=True)
+    proposed, accepted, tokens, plain, arm = drafts(rng, 16, 6, 4, equal_work=True)
+    acceptance = [pooled_ratio(accepted[r], proposed[r], resamples=400, seed=r) for r in range(REPEATS)]
+    assert 0.93 <= covered(acceptance, many[1].sum() / many[0].sum()) <= 0.97
+    speed: list[Interval | None] = [paired_ratio(plain[r], arm[r], tokens[r], tokens[r], resamples=400, seed=r) for r in range(REPEATS)]
+    assert 0.93 <= covered(speed, many[3].sum() / many[4].sum()) <= 0.97
+
+
+def test_an_interval_over_rounds_would_not_cover() -> None:
+    """What the coverage test is worth: rounds taken for independent give intervals that are far too narrow."""
+    a, b = KINDS["usual"]
+    proposed, accepted, *_ = drafts(np.random.default_rng(1), 16, a, b, equal_work=False)
+    share = accepted.sum(1) / proposed.sum(1)
+    half = 1.96 * np.sqrt(share * (1 - share) / proposed.sum(1))
+    assert np.mean(np.abs(share - moments(a, b) / GAMMA) < half) < 0.8
+
+
+# --- how many prompts, and the best of several ------------------------------------------------------------------------------
+
+
+def test_prompts_to_settle_grows_with_the_square_of_the_distance() -> None:
+    near, far = (Interval(e, e / 1.2, e * 1.2, "bootstrap-t") for e in (1.05, 1.10))
+    few, many = (prompts_to_settle(i, 40, 0.95) for i in (far, near))
+    assert few is not None and many is not None and 40 < few < many
+    assert many / few == pytest.approx((math.log(1.10) / math.log(1.05)) ** 2, rel=0.05)
+    # Half width log 1.2 at 40 prompts; it shrinks with the root of their number.
+    assert few == pytest.approx(40 * (math.log(1.2) / math.log(1.10)) ** 2, rel=0.05)
+    slower = Interval(1 / 1.10, 1 / 1.10 / 1.2, 1 / 1.10 * 1.2, "bootstrap-t")
+    assert prompts_to_settle(slower, 40, 0.95) == few
+
+
+def test_prompts_to_settle_where_there_is_nothing_to_settle() -> None:
+    assert prompts_to_settle(Interval(1.4, 1.3, 1.5, "bootstrap-t"), 16, 0.95) == 16
+    assert prompts_to_settle(Interval(1.0, 0.9, 1.1, "bootstrap-t"), 16, 0.95) is None
+    assert prompts_to_settle(Interval(1.0000001, 0.9, 1.1, "bootstrap-t"), 16, 0.95) is None
+    assert prompts_to_settle(Interval(1.4, 1.4, 1.4, "none: one prompt"), 1, 0.95) is None
+
+
+def test_the_number_named_settles_it() -> None:
+    """On new data with so many prompts, the interval excludes 1 in most runs."""
     rng = np.random.default_rng(0)
-    hits, runs = 0, 300
-    for n in range(runs):
-        proposed = rng.integers(40, 90, 16)
-        accepted = rng.binomial(proposed, rng.beta(6, 4, 16))
-        interval = pooled_ratio(accepted, proposed, resamples=500, seed=n)
-        assert interval is not None
-        hits += interval.low <= 0.6 <= interval.high
-    assert 0.90 <= hits / runs <= 0.98
+
+    def measure(n: int, seed: int) -> Interval:
+        base = rng.gamma(25, 0.04, n)
+        return paired_ratio(base, base / 1.06 * rng.gamma(30, 1 / 30, n), np.full(n, 64), np.full(n, 64), resamples=300, seed=seed)
+
+    first = next(i for i in (measure(16, s) for s in range(99)) if not i.excludes(1.0) and 1.05 < i.estimate < 1.07)
+    wanted = prompts_to_settle(first, 16, 0.95)
+    assert wanted is not None and wanted > 16
+    assert 0.2 < np.mean([measure(wanted, s).excludes(1.0) for s in range(100)]) < 0.95
+    assert np.mean([measure(16, s).excludes(1.0) for s in range(100)]) < np.mean([measure(2 * wanted, s).excludes(1.0) for s in range(100)])
+
+
+def equal_arms(
+    rng: np.random.Generator, n: int, arms: int
+) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray]]]:
+    base, tokens = rng.gamma(25, 0.04, n), np.full(n, 64)
+    return (base * rng.gamma(100, 0.01, n), tokens), {str(k): (base / 1.2 * rng.gamma(40, 1 / 40, n), tokens) for k in range(arms)}
+
+
+@pytest.mark.parametrize("n", [5, 16])
+def test_the_best_of_equal_arms_is_not_called_clear(n: int) -> None:
+    rng = np.random.default_rng(0)
+    simultaneous = alone = held = 0
+    for seed in range(300):
+        baseline, arms = equal_arms(rng, n, 6)
+        best = best_of(baseline, arms, resamples=300, seed=seed)
+        simultaneous += best.clear
+        held += best.speedups[best.arm].low <= 1.2
+        naive = [paired_ratio(arms[o][0], arms[best.arm][0], arms[o][1], arms[best.arm][1], resamples=300) for o in arms if o != best.arm]
+        alone += naive[0].excludes(1.0) or naive[1].excludes(1.0)
+    assert simultaneous <= 0.05 * 300, "the family-wise error is bounded"
+    assert alone > 0.06 * 300, "which single intervals do not do"
+    assert held >= 0.95 * 300, "the best arm's interval holds although it was picked"
+
+
+def test_the_best_of_different_arms_is_found() -> None:
+    rng = np.random.default_rng(1)
+    baseline, arms = equal_arms(rng, 24, 3)
+    arms["1"] = (arms["1"][0] / 1.5, arms["1"][1])
+    best = best_of(baseline, arms)
+    assert best.arm == "1" and best.clear and best.speedups["1"].low > 1.5 and set(best.rivals) == {"0", "2"}
+    assert best.rivals["0"].estimate == pytest.approx(best.speedups["1"].estimate / best.speedups["0"].estimate)
+    for name, (seconds, tokens) in arms.items():
+        one = paired_ratio(baseline[0], seconds, baseline[1], tokens)
+        assert best.speedups[name].estimate == pytest.approx(one.estimate)
+        assert best.speedups[name].low < one.low < one.high < best.speedups[name].high, "simultaneous intervals are wider"
+
+
+def test_the_order_of_the_arms_does_not_matter() -> None:
+    baseline, arms = equal_arms(np.random.default_rng(2), 16, 4)
+    one, other = best_of(baseline, arms), best_of(baseline, dict(reversed(arms.items())))
+    assert one.arm == other.arm and one.clear == other.clear
+    for name, interval in one.rivals.items():
+        assert (interval.low, interval.high) == pytest.approx((other.rivals[name].low, other.rivals[name].high))
+
+
+def test_one_arm_or_one_prompt() -> None:
+    baseline, arms = equal_arms(np.random.default_rng(2), 16, 1)
+    alone = best_of(baseline, arms)
+    assert alone.clear and not alone.rivals
+    one = best_of(([2.0], [10]), {"a": ([1.0], [10]), "b": ([1.5], [10])})
+    assert one.arm == "a" and not one.clear and one.speedups["a"].method.startswith("none")
 
 
 def test_the_pure_part_imports_without_torch() -> None:

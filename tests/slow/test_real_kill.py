@@ -19,7 +19,7 @@ MARKS = (
     "responses.partial/train-00001.json",
     "recording.partial/train/shard-00002.safetensors",
     "draft.partial/checkpoint-0000004/state.json",
-    "score.partial/cells/t0-0001.json",
+    "score.partial/cells/timing/own/t0/0001/plain@0.json",
 )
 
 

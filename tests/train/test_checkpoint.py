@@ -65,6 +65,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15, 100):
         save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": step}, 2)
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-0000015", "checkpoint-0000100"]
+    assert (tmp_path / "latest").resolve() == (tmp_path / "checkpoint-0000100").resolve()
     drop_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -89,9 +90,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_intact(call: str, which: int, tmp
         if call == "fsync" and which == 4:  # three files, each synced once
             save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
             return
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match="No space") as caught:
             save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 2}, 1)
-    assert hashes(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["checkpoint-0000001"]
+    assert "checkpoint-0000002" in str(caught.value.filename)
+    assert hashes(tmp_path) == before and {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000001", "latest"}
 
 
 def test_a_half_removed_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_a_half_removed_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path, 
         drop_checkpoints(tmp_path)
     assert checkpoints(tmp_path) == []
     save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 2}, 3)
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-0000002"], "what was left of the first is still there"
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000002", "latest"}, "what was left of the first is still there"
 
 
 def test_a_disk_that_fills_up_in_training_is_told_and_the_same_command_goes_on(

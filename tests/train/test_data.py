@@ -7,7 +7,7 @@ import torch
 
 from draftstill.distill import Recording, Teacher
 from draftstill.distill.recording import write_manifest, write_shard
-from draftstill.train.data import Order, collate, supervised, trim
+from draftstill.train.data import Order, collate, trim
 
 LENGTHS, STARTS = [5, 9, 2, 7, 4], [0, 3, 1, 6, 0]
 
@@ -62,7 +62,7 @@ def test_a_batch_holds_exactly_the_supervised_positions(recording: Recording) ->
     indices = [3, 0, 2, 1]
     batch = collate(recording, indices)
     assert batch.ids_BT.shape == (4, 9)
-    assert batch.tokens == sum(supervised(recording, i) for i in indices) == sum(LENGTHS[i] - STARTS[i] for i in indices)
+    assert batch.tokens == sum(recording.supervised(i) for i in indices) == sum(LENGTHS[i] - STARTS[i] for i in indices)
     teacher = batch.teacher
     assert teacher.ids_NK is not None and teacher.p_NK is not None and teacher.tail_N is not None
     n = 0

@@ -1,0 +1,105 @@
+"""Prompts from conversations: the turns up to the last assistant turn, as the target's chat template lays them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from draftstill.corpus import Document
+from draftstill.distill.prompts import Prompt, Refusals, require_template, seed_of, templated
+from draftstill.recipe import Respond
+
+_CHARS_PER_TOKEN = 64
+"""A prompt with more characters per allowed token than this is not even tokenised: a row may have 10 MB."""
+
+
+class Unusable(ValueError):
+    """A conversation that makes no prompt; ``reason`` is what it is counted under."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+def real_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, context: int | None,
+                 refusals: Refusals) -> list[Prompt]:  # fmt: skip
+    """Up to ``count`` conversations as prompts, in an order by seed; asking for more only adds. What makes none is refused by name, no error.
+
+    Raises:
+        DraftstillError: the target's tokenizer has no chat template.
+    """
+    require_template(tokenizer, "target.source", getattr(tokenizer, "name_or_path", None) or "the target")
+    # Room for at least one token of the answer.
+    longest = settings.chat_tokens if context is None else min(settings.chat_tokens, context - 1)
+    found: list[Prompt] = []
+    for document in sorted(documents, key=lambda d: seed_of(seed, "order", d.id)):
+        if len(found) == count:
+            break
+        try:
+            found.append(_prompt(document, tokenizer, longest))
+        except Unusable as why:
+            refusals.add(document.id, why.reason, why.detail)
+    return found
+
+
+def _prompt(document: Document, tokenizer: Any, longest: int) -> Prompt:
+    turns = [chat_turn(m) for m in document.messages or ()]
+    last = max((i for i, m in enumerate(turns) if m["role"] == "assistant"), default=len(turns))
+    turns = turns[:last]
+    if not any(m["role"] != "system" and (m["content"].strip() or m.get("tool_calls")) for m in turns):
+        raise Unusable("nothing is asked", "no text before the assistant's last turn")
+    fitting = [rest for rest in _shorter(turns) if sum(len(m["content"]) for m in rest) <= _CHARS_PER_TOKEN * longest]
+    if not fitting:
+        raise Unusable(
+            "longer than a prompt may be", f"{len(turns[-1]['content']):,} characters in the last turn; {longest} tokens are allowed"
+        )
+    for rest in fitting:
+        try:
+            prompt = templated(document.id, rest, tokenizer, "real", document.tools)
+        except Exception as error:  # a template is foreign code, and a tokenizer may refuse a text: the row is refused, the run goes on
+            raise Unusable("refused by the chat template", _line(error)) from None
+        if len(prompt.ids) <= longest:
+            return prompt
+    raise Unusable("longer than a prompt may be", f"{len(prompt.ids)} tokens without its older turns; {longest} are allowed")
+
+
+def _shorter(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The turns, then without the oldest ones behind the system's: each rest begins with a user's turn, so that roles still alternate."""
+    head = turns[:1] if turns[0]["role"] in ("system", "developer") else []
+    starts = [i for i, m in enumerate(turns) if m["role"] == "user" and i > len(head)]
+    return [turns, *([*head, *turns[i:]] for i in starts)]
+
+
+def chat_turn(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text for content, objects for the arguments of tool calls, no null keys. Raises ``Unusable``."""
+    turn = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(turn.get("role"), str):
+        raise Unusable("a turn without a role")
+    content = turn.get("content", "")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type", "text") != "text" for part in content):
+            raise Unusable("content that is not text", f"in a turn of the role {turn['role']!r}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise Unusable("content that is not text", f"{type(content).__name__} in a turn of the role {turn['role']!r}")
+    turn["content"] = content
+    if isinstance(turn.get("tool_calls"), list):
+        turn["tool_calls"] = [_call(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _call(call: Any) -> Any:
+    """Arguments arrive as JSON text or as an object; templates write the object out themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,132 @@
+"""One pass over the rows of a corpus: what is kept goes to disk, what is not is named, and little stays in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from draftstill.dedupe import Sketches
+from draftstill.progress import Progress
+from draftstill.readers import FAULTS, Meter, Row, compared, read_rows, redacted
+from draftstill.recipe import Corpus
+from draftstill.redact import Redactor
+
+_DIGEST = 16
+"""Bytes of a SHA-256 that tell documents apart: two among billions would not meet."""
+
+
+class Gathering:
+    """The kept rows of a corpus, and what is known of the others.
+
+    Files have no name: they are gone when the process is, and a stopped attempt leaves nothing behind.
+
+    Args:
+        folder: on the disk that is to hold them.
+    """
+
+    def __init__(self, corpus: Corpus, folder: Path) -> None:
+        self.corpus, self.read = corpus, 0
+        self.reasons: Counter[str] = Counter()
+        self.first_fault: Row | None = None
+        self.ids: list[str] = []
+        self.families: list[str | None] = []
+        self.digests: list[bytes] = []
+        """SHA-256 of each kept document's content, cut to 16 bytes; of the text, or of messages and tools."""
+        self.lengths = array("q")
+        """Characters of each kept document."""
+        self.conversations = self.turns = self.with_tools = 0
+        self.meter, self.redactor, self.sketches = Meter(), Redactor(corpus.redact), Sketches(folder)
+        self._kept, self._rejected = tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._first: dict[bytes, int] = {}
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Faults of the input by reason; the other reasons are choices of the recipe."""
+        return {reason: count for reason, count in sorted(self.reasons.items()) if reason in FAULTS}
+
+    def gather(self) -> None:
+        """Read everything, or up to ``corpus.max_documents`` kept rows."""
+        with Progress("read", 0, "MB") as progress:
+            for row in read_rows(self.corpus, self.meter):
+                self.read += 1
+                self._take(row)
+                progress.total = self.meter.total / 1e6
+                progress.update(self.meter.done / 1e6, f"{len(self.ids):,} kept")
+                if len(self.ids) == self.corpus.max_documents:
+                    break
+        if self.read != len(self.ids) + self.reasons.total():
+            raise AssertionError("a row was neither kept nor rejected")
+
+    def _take(self, row: Row) -> None:
+        if row.reason is None:
+            row = redacted(row._replace(text=(row.text or "").strip()), self.redactor)
+            row = self._checked(row)
+        if row.reason is None:
+            self._keep(row)
+            return
+        self.reasons[row.reason] += 1
+        if self.first_fault is None and row.reason in FAULTS:
+            self.first_fault = row
+        self._rejected.write(_line({"id": row.id, "reason": row.reason, "detail": row.detail}))
+
+    def _checked(self, row: Row) -> Row:
+        text = row.text or ""
+        reject = lambda reason, detail="": Row(row.id, None, reason, detail)  # noqa: E731
+        if not text:
+            return reject("empty")
+        if row.messages is None and len(text) < self.corpus.min_chars:
+            return reject("too short", f"{len(text)} characters")
+        if len(text) > self.corpus.max_chars:
+            return reject("too long", f"{len(text):,} characters")
+        if "\0" in text:
+            return reject("NUL character", f"at character {text.index(chr(0))}: binary data, or UTF-16 without a byte order mark")
+        try:
+            content = json.dumps([row.messages, row.tools] if row.messages else text, ensure_ascii=False, sort_keys=True).encode()
+        except UnicodeEncodeError:
+            return reject("lone surrogate", "half of a UTF-16 pair, which no UTF-8 file can hold")
+        digest = hashlib.sha256(content).digest()[:_DIGEST]
+        first = self._first.setdefault(digest, len(self.ids))
+        if first != len(self.ids):
+            return reject("exact duplicate", f"of {self.ids[first]}")
+        self.digests.append(digest)
+        return row
+
+    def _keep(self, row: Row) -> None:
+        text = row.text or ""
+        self.ids.append(row.id)
+        self.families.append(row.family)
+        self.lengths.append(len(text))
+        self.sketches.add(text if row.messages is None else compared(row.messages))
+        if row.messages is not None:
+            self.conversations += 1
+            self.turns += len(row.messages)
+            self.with_tools += row.tools is not None or any("tool_calls" in m for m in row.messages)
+        content = {"text": text, "messages": row.messages, "tools": row.tools}
+        self._kept.write(_line({name: value for name, value in content.items() if value is not None}))
+
+    def kept(self) -> Iterator[bytes]:
+        """The content of each kept row in order: a line of JSON with ``text`` and, of a conversation, ``messages`` and ``tools``."""
+        self._kept.seek(0)
+        yield from self._kept
+
+    def rejected(self) -> IO[bytes]:
+        """The list of rejected rows as JSONL, from its beginning."""
+        self._rejected.seek(0)
+        return self._rejected
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    # A rejected row's detail may quote half of a surrogate pair.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def compared_text(line: bytes) -> str:
+    """What of a kept row is compared with others."""
+    row = json.loads(line)
+    return compared(row["messages"]) if "messages" in row else row["text"]

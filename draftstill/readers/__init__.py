@@ -1,0 +1,107 @@
+"""Readers of the user's text: files of text and of rows, datasets of the Hub, standard input, and some packages with real text.
+
+A reader yields one ``Row`` for everything it looked at; what cannot be used carries a reason, so that nothing goes missing without being
+counted. No reader holds more than a row in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftstill.errors import DraftstillError
+from draftstill.readers.conversations import compared, redacted
+from draftstill.readers.files import File, Meter, decoded, folder_files, unpacked
+from draftstill.readers.hub import hub_files, is_hub
+from draftstill.readers.licences import licence_rows, licences_folder, unwrap
+from draftstill.readers.ontologies import ontology_rows
+from draftstill.readers.rows import FAULTS, Row, Unusable, document, rejected
+from draftstill.readers.tables import table_rows
+from draftstill.recipe import Corpus
+from draftstill.sources import is_wheel, wheel_files
+
+__all__ = ["FAULTS", "Meter", "Row", "compared", "is_local", "read_rows", "redacted", "unwrap"]
+
+STANDARD_INPUT = "-"
+
+
+def is_local(source: str) -> bool:
+    """Whether the source is a path of this machine."""
+    return source != STANDARD_INPUT and not is_wheel(source) and not is_hub(source)
+
+
+def read_rows(corpus: Corpus, meter: Meter | None = None) -> Iterator[Row]:
+    """Every row of ``corpus.source``, in an order that depends on names only; ``meter`` follows the bytes read.
+
+    Raises:
+        DraftstillError: the source is missing, or holds no file of the wanted format.
+    """
+    meter = meter or Meter()
+    if corpus.source == STANDARD_INPUT:
+        yield from _standard_input(corpus, meter)
+        return
+    if is_hub(corpus.source):
+        yield from _file_rows(hub_files(corpus), corpus, meter)
+        return
+    root = _root(corpus)
+    licences = licences_folder(root) if corpus.format in ("auto", "licensedcode") else None
+    if licences is not None:
+        yield from licence_rows(licences, corpus)
+        return
+    if corpus.format == "licensedcode":
+        raise DraftstillError("no licensedcode/data/licenses folder with .LICENSE files here", key="corpus.source", value=corpus.source,
+                              mend="use the licensedcode-data wheel, or another corpus.format")  # fmt: skip
+    yield from _file_rows(folder_files(root, corpus.format, corpus.include, corpus.source, meter), corpus, meter)
+
+
+def _root(corpus: Corpus) -> Path:
+    if is_wheel(corpus.source):
+        return wheel_files(corpus.source, corpus.sha256, "corpus.source")
+    root = Path(corpus.source).expanduser()
+    if not root.exists():
+        raise DraftstillError("no such file or folder", key="corpus.source", value=corpus.source,
+                              mend=f"check the spelling; it was looked for at {root.absolute()}")  # fmt: skip
+    return root
+
+
+def _file_rows(files: list[File], corpus: Corpus, meter: Meter) -> Iterator[Row]:
+    meter.files, meter.total = len(files), sum(file.size for file in files)
+    if corpus.format == "ontology":
+        yield from ontology_rows(files, corpus, meter)
+        return
+    texts = [file for file in files if file.kind == "text"]
+    tables = [file for file in files if file.kind != "text"]
+    for file in texts:
+        yield _text(file, corpus, meter)
+    yield from table_rows(tables, corpus, meter)
+
+
+def _text(file: File, corpus: Corpus, meter: Meter) -> Row:
+    limit = 4 * corpus.max_chars
+    try:
+        with unpacked(file, meter) as stream:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise Unusable("too long", f"more than {limit:,} bytes")
+        return document(file.name, decoded(data))
+    except Unusable as error:
+        return rejected(file.name, error)
+
+
+def _standard_input(corpus: Corpus, meter: Meter) -> Iterator[Row]:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DraftstillError("standard input is a terminal, so there is no text in it", key="corpus.source", value=STANDARD_INPUT,
+                              mend="pipe the text in: zcat log.jsonl.gz | draftstill run RECIPE")  # fmt: skip
+    if corpus.format not in ("auto", "jsonl", "text", "json"):
+        raise DraftstillError("standard input is read as jsonl, json or text", key="corpus.format", value=corpus.format,
+                              mend="write it to a file and give that")  # fmt: skip
+    # Rows are looked at before they are read, and a pipe cannot go back.
+    with tempfile.NamedTemporaryFile(prefix="draftstill-stdin-") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        kind = "jsonl" if corpus.format == "auto" else corpus.format
+        path = Path(copy.name)
+        yield from _file_rows([File("stdin", kind, path.stat().st_size, lambda: open(path, "rb"))], corpus, meter)  # noqa: SIM115

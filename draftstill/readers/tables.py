@@ -1,0 +1,97 @@
+"""Documents and conversations from files of rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from draftstill.progress import say
+from draftstill.readers.batches import Answers
+from draftstill.readers.conversations import redacted
+from draftstill.readers.files import File, Meter
+from draftstill.readers.records import records
+from draftstill.readers.rows import Row, Unusable, excerpt, names_of, rejected
+from draftstill.readers.shapes import ANSWERS, REQUESTS, Shape, explicit, guess
+from draftstill.recipe import Corpus
+from draftstill.redact import Redactor
+
+_LOOKED_AT = 100
+"""Rows of a file that decide what its rows are."""
+_BYTES_PER_CHARACTER = 12
+"""At most, in JSON: a character beyond the basic plane as two escapes."""
+
+
+def table_rows(files: Sequence[File], corpus: Corpus, meter: Meter) -> Iterator[Row]:
+    """Every row of the files. A request and its response of a batch are one row."""
+    reader = _Reader(corpus, meter)
+    shapes = [reader.shape(file) for file in files]
+    for file, shape in zip(files, shapes, strict=True):
+        if shape is not None and shape.name == ANSWERS:
+            yield from reader.keep_answers(file)
+    for file, shape in zip(files, shapes, strict=True):
+        if shape is None or shape.name != ANSWERS:
+            yield from reader.rows(file, shape)
+    yield from reader.answers.left()
+
+
+class _Reader:
+    def __init__(self, corpus: Corpus, meter: Meter) -> None:
+        self.corpus, self.meter, self.answers = corpus, meter, Answers()
+        self.limit = _BYTES_PER_CHARACTER * corpus.max_chars + (1 << 16)
+        self._said: set[Shape | None] = set()
+
+    def shape(self, file: File) -> Shape | None:
+        """What the rows of a file are; says it the first time that files are read so."""
+        if self.corpus.field_map:
+            return explicit(self.corpus.field_map)
+        first = list(itertools.islice(records(file, self.limit), _LOOKED_AT))
+        values = [(row_id, value) for row_id, value in first if isinstance(value, dict)]
+        shape = guess(value for _, value in values)
+        self.meter.guesses[str(shape or "unknown")] = self.meter.guesses.get(str(shape or "unknown"), 0) + 1
+        if values and shape not in self._said:
+            self._said.add(shape)
+            self._say(shape, values)
+        return shape
+
+    def _say(self, shape: Shape | None, values: list[tuple[str, dict[str, Any]]]) -> None:
+        for row_id, value in values:
+            if shape is None:
+                say(f"  {row_id}: unknown fields ({names_of(value)}); say in corpus.fields what they mean")
+                return
+            try:
+                row = shape.row(row_id, value) if shape.name != ANSWERS else Row(row_id, None)
+            except Unusable:
+                continue
+            row = redacted(row, Redactor(self.corpus.redact))
+            say(f"  {row_id} read as {shape}" + ("; corpus.fields overrules this" if shape.name not in (ANSWERS, REQUESTS) else ""))
+            for line in [f"{m['role']}: {m.get('content') or '(tool call)'}" for m in row.messages or []][:3] or [row.text or ""]:
+                say(f"    {excerpt(line)}" if line else f"    {names_of(value)}")
+            return
+
+    def keep_answers(self, file: File) -> Iterator[Row]:
+        for row_id, value in records(file, self.limit, self.meter):
+            try:
+                if isinstance(value, Unusable):
+                    raise value
+                self.answers.add(file.folder, row_id, value)
+            except Unusable as error:
+                yield rejected(row_id, error)
+
+    def rows(self, file: File, shape: Shape | None) -> Iterator[Row]:
+        for row_id, value in records(file, self.limit, self.meter):
+            try:
+                if isinstance(value, Unusable):
+                    raise value
+                yield self._row(file, shape, row_id, value)
+            except Unusable as error:
+                yield rejected(row_id, error)
+
+    def _row(self, file: File, shape: Shape | None, row_id: str, value: dict[str, Any]) -> Row:
+        if shape is None:
+            raise Unusable("missing field", f"this row has {names_of(value)}")
+        for name, wanted in self.corpus.where.items():
+            if str(value.get(name)) not in wanted:
+                return Row(row_id, None, f"other {name}", excerpt(value.get(name)))
+        answer = self.answers.take(file.folder, row_id, value) if shape.name == REQUESTS else None
+        return shape.row(row_id, value, answer)

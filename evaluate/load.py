@@ -1,0 +1,195 @@
+"""Throughput under load: as many requests in flight as a batch has rows, the next one entering when one ends.
+
+Beside plain decoding run the score's best arm at its gamma, and a draft whose gamma follows goodput and may be 0. The larger the
+batch, the less a verify pass gets for nothing: the sweep finds the batch at which speculation stops paying.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draftstill.decode import Costs, Decoder, GoodputGamma, Request, Sampling, measure_costs
+from draftstill.decode.theory import best_gamma, expected_tokens, predicted_speedup
+from draftstill.decode.trace import check, metrics
+from draftstill.distill import Prompt, seed_of
+from draftstill.errors import DraftstillError
+from draftstill.evaluate.arms import PLAIN, Bench, open_bench
+from draftstill.evaluate.assembling import bootstrap
+from draftstill.evaluate.domains import domains
+from draftstill.evaluate.report import write_reports
+from draftstill.evaluate.stats import paired_ratio
+from draftstill.progress import Progress
+from draftstill.recipe import Recipe
+from draftstill.runfolder import RunFolder, read_json, write_json
+from draftstill.stages import candidate_recipes, draft_stage, stages
+
+_BLOCKS = 4
+"""Repetitions, each with requests of its own; the arms take turns within one, and the intervals are over them."""
+_MOST_GAMMA = 8
+"""Largest gamma whose verify cost is measured at every batch size."""
+FIXED, ADAPTIVE = "fixed", "adaptive"
+
+Load = dict[str, Any]
+
+
+def measure_load(recipe: Recipe, run: RunFolder) -> Load:
+    """Measure at every size of ``evaluate.batches``; the result joins score.json as ``load``, and the reports are written anew.
+
+    An interrupted measurement goes on at the next batch size.
+
+    Raises:
+        DraftstillError: nothing is scored yet, or the score has no arm to run.
+    """
+    found = stages(recipe, run)
+    if not found["score"].done:
+        raise DraftstillError("there is no score whose best arm could be put under load", key="run_dir", value=recipe.run_dir,
+                              mend="run `draftstill evaluate RECIPE` first")  # fmt: skip
+    settings = recipe.evaluate
+    stage = run.stage("load", {"score": found["score"].fingerprint, "batches": settings.batches, "load_prompts": settings.load_prompts})
+    if stage.done:
+        load: Load = read_json(stage.folder / "load.json")
+    else:
+        work = stage.begin()
+        score = read_json(found["score"].folder / "score.json")
+        load = _measure(recipe, run, score, work)
+        write_json(work / "load.json", load)
+        stage.finish(stops_paying_at=load["stops_paying_at"], adaptive_never_slower=load["adaptive_never_slower"])
+    _join(found["score"].folder, load)
+    return load
+
+
+def _join(folder: Path, load: Load) -> None:
+    score = read_json(folder / "score.json")
+    if score.get("load") != load:
+        score["load"] = load
+        write_json(folder / "score.json", score)
+        write_reports(score, folder)
+
+
+def _measure(recipe: Recipe, run: RunFolder, score: Mapping[str, Any], work: Path) -> Load:
+    chosen = _chosen(score, recipe)
+    own, found = candidate_recipes(recipe), stages(recipe, run)
+    kinds = tuple(dict.fromkeys(r["kind"] for r in chosen.values()))
+    names = [r["candidate"] for r in chosen.values() if r["candidate"]] or [score.get("publish") or next(iter(own))]
+    folders = {n: found[draft_stage(n)].folder for n in own if n in names or "untuned" in kinds}
+    # Names stay those of the score: only what is not run is left out.
+    bench = replace(
+        open_bench(recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"candidates": kinds})}), folders),
+        names=tuple(own),
+    )
+    prompts = domains(recipe, run, found, bench.target.tokenizer)[0].prompts
+    done = []
+    for rows in recipe.evaluate.batches:
+        path = work / f"rows-{rows:04d}.json"
+        if not path.exists():
+            write_json(path, _batch(bench, prompts, rows, chosen))
+        done.append(read_json(path))
+    slower = [b["rows"] for b in done if ADAPTIVE in b["arms"] and b["arms"][ADAPTIVE]["ratio"]["high"] < 1.0]
+    lost = [b["rows"] for b in done if b["arms"][FIXED]["ratio"]["estimate"] <= 1.0]
+    return {
+        "temperature": recipe.respond.sampler.temperature, "new_tokens": recipe.evaluate.timed_tokens, "blocks": _BLOCKS, "batches": done,
+        FIXED: {k: chosen[FIXED][k] for k in ("arm", "swept")}, ADAPTIVE: {"arm": chosen[ADAPTIVE]["arm"]} if ADAPTIVE in chosen else None,
+        "stops_paying_at": min(lost, default=None), "adaptive_never_slower": not slower if ADAPTIVE in chosen else None, "adaptive_slower_at": slower,
+    }  # fmt: skip
+
+
+def _chosen(score: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The row of the best arm, and of the best one with a draft whose gamma can be varied."""
+    at = score["winner"]["temperature"]
+    rows = [
+        {"kind": r["arm"], "candidate": None, "swept": r["gamma"], **r}
+        for r in score["arms"]
+        if r["arm"] != PLAIN and r["temperature"] == at
+    ]
+    speed = lambda r: (r["speedup"] or (r.get("counts") or {}).get("predicted") or {"estimate": 0.0})["estimate"]  # noqa: E731
+    if not rows:
+        raise DraftstillError("the score has plain decoding alone", key="evaluate.candidates", value=list(recipe.evaluate.candidates),
+                              mend="name an arm to put under load, for example [tuned]")  # fmt: skip
+    modelled = [r for r in rows if r["kind"] in ("tuned", "composite")]
+    return {FIXED: max(rows, key=speed), **({ADAPTIVE: max(modelled, key=speed)} if modelled else {})}
+
+
+def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """All arms at one batch size."""
+    recipe = bench.recipe
+    settings, sampler = recipe.evaluate, recipe.respond.sampler
+    law = Sampling(sampler.temperature, sampler.top_k, sampler.top_p)
+    costs = _costs(bench, prompts, rows, chosen)
+    decoders = {PLAIN: bench.decoder(PLAIN, law, rows=rows)}
+    fixed, varied = chosen[FIXED], chosen.get(ADAPTIVE)
+    decoders[FIXED] = bench.decoder(fixed["arm"], law, rows=rows, gamma=fixed["swept"])
+    out: dict[str, Any] = {"rows": rows, "costs": costs.to_json()}
+    if varied is not None:
+        c, v = costs.c(varied["candidate"]), costs.v_by_gamma()
+        most = min(_MOST_GAMMA, max(v))
+        alpha = varied["alpha"]
+        policy = GoodputGamma(c, v, most, rows, prior_alpha=alpha)
+        decoders[ADAPTIVE] = bench.decoder(varied["arm"], law, rows=rows, policy=policy)
+        predicted = {g: predicted_speedup(expected_tokens(alpha, g), g, c, v[g]) for g in range(1, most + 1)}
+        out["goodput"] = {
+            "alpha": alpha,
+            "c": c,
+            "best_gamma": best_gamma(alpha, c, v, most)[0],
+            "speedup_by_gamma": {"0": 1.0, **{str(g): s for g, s in predicted.items()}},
+        }
+    size = max(2 * rows, -(-settings.load_prompts // _BLOCKS))
+    blocks = [[_request(recipe, prompts, b * size + i) for i in range(size)] for b in range(_BLOCKS)]
+    for decoder in decoders.values():
+        decoder.run([replace(r, max_new_tokens=min(8, settings.timed_tokens)) for r in blocks[0][:rows]])
+    found = _run(decoders, blocks, settings.timed_tokens, rows)
+    wall = {name: [b["wall_s"] for b in mine] for name, mine in found.items()}
+    tokens = {name: [b["emitted"] for b in mine] for name, mine in found.items()}
+    out["arms"] = {}
+    for name, mine in found.items():
+        total = {k: sum(b[k] for b in mine) for k in ("wall_s", "decode_s", "emitted", "rounds", "proposed", "accepted")}
+        out["arms"][name] = {
+            "tokens_per_s": total["emitted"] / total["wall_s"], "decode_tokens_per_s": total["emitted"] / total["decode_s"],
+            "tau": total["emitted"] / total["rounds"], "mean_gamma": total["proposed"] / total["rounds"],
+            "token_acceptance": total["accepted"] / total["proposed"] if total["proposed"] else None,
+            "ratio": None if name == PLAIN else paired_ratio(wall[PLAIN], wall[name], tokens[PLAIN], tokens[name], **bootstrap(recipe)).to_json(),
+            "blocks": mine,
+        }  # fmt: skip
+    out["fastest"] = max(out["arms"], key=lambda name: out["arms"][name]["tokens_per_s"])
+    return out
+
+
+def _costs(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[str, dict[str, Any]]) -> Costs:
+    """Steps of this many rows."""
+    drafts = {n: d for n, d in bench.drafts.items() if n in {r["candidate"] for r in chosen.values()}}
+    context = len(prompts[0].ids) + bench.recipe.evaluate.timed_tokens // 2
+    most = min(
+        _MOST_GAMMA, max([bench.recipe.evaluate.gamma, *(r["swept"] for r in chosen.values() if r["kind"] in ("tuned", "composite"))])
+    )
+    return measure_costs(
+        bench.target.network, drafts, context, most, rows=rows, repeats=5, backend=bench.decoder(PLAIN, Sampling(0.0)).backend
+    )
+
+
+def _request(recipe: Recipe, prompts: Sequence[Prompt], number: int) -> Request:
+    """Where the prompts run out they come again, each time with another seed."""
+    prompt = prompts[number % len(prompts)]
+    return Request(prompt.ids, recipe.evaluate.timed_tokens, seed=seed_of(recipe.seed, "load", prompt.id, number), ignore_eos=True)
+
+
+def _run(decoders: Mapping[str, Decoder], blocks: Sequence[Sequence[Request]], length: int, rows: int) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
+    names, done = list(decoders), 0
+    with Progress(f"load, {rows} at once", sum(map(len, blocks)) * length * len(names), "tokens") as progress:
+        for number, block in enumerate(blocks):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                started = time.perf_counter()
+                traces = decoders[name].run(block)
+                wall_s = time.perf_counter() - started
+                check(traces)
+                m = metrics(traces)
+                found[name].append(
+                    {"wall_s": wall_s, **{k: m[k] for k in ("decode_s", "prefill_s", "emitted", "rounds", "proposed", "accepted")}}
+                )
+                done += m["emitted"]
+                progress.update(done, name)
+    return found

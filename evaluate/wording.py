@@ -1,0 +1,173 @@
+"""What arms are called, how figures are written, and what a score comes to. Pure Python: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftstill.evaluate.faults import failures
+from draftstill.evaluate.reading import Score, acceptance, arms_at, as_read, has_interval, shown_candidate, speed, swept, untrained
+
+
+class Names(dict[str, str]):
+    """What arms are called. ``untuned:NAME`` and ``composite:NAME`` belong to a candidate; any other name is a candidate's own."""
+
+    def __init__(self, named: Mapping[str, str], untuned: str, composite: str) -> None:
+        super().__init__(named)
+        self._forms = {"untuned": untuned, "composite": composite}
+
+    def __missing__(self, arm: str) -> str:
+        kind, _, candidate = arm.partition(":")
+        return self._forms[kind].format(candidate) if candidate and kind in self._forms else arm
+
+
+ARMS = Names(
+    {
+        "plain": "plain decoding",
+        "untuned": "draft before training",
+        "tuned": "draft after training",
+        "lookup": "prompt lookup",
+        "bigram": "bigram table",
+        "composite": "lookup, then tuned draft",
+    },
+    "{} before training",
+    "lookup, then {}",
+)
+IN_A_SENTENCE = Names(
+    {
+        "untuned": "the draft before training",
+        "tuned": "the tuned draft",
+        "lookup": "prompt lookup",
+        "bigram": "the bigram table",
+        "composite": "lookup with the tuned draft behind it",
+    },
+    "{} before training",
+    "lookup with {} behind it",
+)
+BUSY_CORES = 0.2
+"""Above this many cores taken by other processes, timings are called untrustworthy."""
+_MOST = 99.0
+"""Speed-ups beyond this are the ends of intervals from too few prompts; their digits say nothing."""
+
+
+def times(x: float | None) -> str:
+    """A speed-up: ``1.42x``, or a dash where there is none."""
+    return "-" if x is None else f">{_MOST:g}x" if x > _MOST else f"{x:.2f}x"
+
+
+def factor(x: float | None) -> str:
+    """A speed-up without its sign: ``1.42``."""
+    return times(x).removesuffix("x")
+
+
+def share(x: float | None) -> str:
+    """A share: ``61.8%``, or a dash where there is none."""
+    return "-" if x is None else f"{100 * x:.1f}%"
+
+
+def number(x: float | None, digits: int = 2) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def span(interval: Mapping[str, Any] | None, show: Any = factor, joint: str = " to ") -> str:
+    """``1.33 to 1.50``; empty where the data allowed no interval."""
+    return f"{show(interval['low'])}{joint}{show(interval['high'])}" if interval and has_interval(interval) else ""
+
+
+def bounded(interval: Mapping[str, Any] | None, value: float | None, show: Any) -> str:
+    """``1.42x [1.33x, 1.50x]``."""
+    bounds = span(interval, show, ", ")
+    return show(interval["estimate"] if interval else value) + (f" [{bounds}]" if bounds else "")
+
+
+def confidence(score: Score) -> str:
+    return f"{100 * score['conditions']['confidence']:g}%"
+
+
+def wrongs(score: Score) -> list[str]:
+    """What the audit found wrong; a self-pair alone, or nothing, was no audit and has found nothing."""
+    audit = score.get("audit") or {}
+    compared = audit.get("greedy_fp32") or {}
+    return failures({**audit, "greedy_fp32": compared if compared.get("prompts") else {"prompts": 1, "identical": 1}})
+
+
+def losslessness(score: Score) -> tuple[bool | None, str]:
+    """Whether the audit passed (None: nothing was audited), and what it found."""
+    audit = score.get("audit") or {}
+    greedy, pair, sampling, tie, kept = (audit.get(k) or {} for k in ("greedy_fp32", "self_pair", "sampling", "ties", "identities"))
+    parts = []
+    if greedy.get("prompts"):
+        parts.append(
+            f"{greedy['identical']} of {greedy['prompts']} greedy outputs in float32 are identical to plain decoding, token by token"
+        )
+    if tie:
+        parts.append(f"in {tie['dtype']} {tie['identical']} of {tie['texts']} are, {tie['tied']} part from it where the target is at a tie, "
+                     f"{tie['failed']} elsewhere")  # fmt: skip
+    if pair.get("token_acceptance") is not None:
+        parts.append(f"a draft equal to its target had {share(pair['token_acceptance'])} of its tokens accepted")
+    if sampling.get("p_value") is not None:
+        parts.append(f"{sampling['draws']:,} sampled draws fit exact enumeration with p = {sampling['p_value']:.3g} (chi-squared)")
+    if kept:
+        parts.append(f"{kept['traces'] - kept['broken']} of {kept['traces']} traces agree with themselves")
+    timed = audit.get("greedy_timed") or {}
+    if timed.get("identical"):
+        # Says what was timed; no fault in a dtype whose near-ties fall either way.
+        counts = ", ".join(f"{ARMS[arm]} {n}" for arm, n in timed["identical"].items())
+        parts.append(f"of the {timed['prompts']} texts timed at temperature 0 in {timed['dtype']}, as many equal plain decoding: {counts}")
+    wrong = wrongs(score)
+    if not greedy.get("prompts") and not sampling:
+        # A self-pair alone says that the counters are right, not that the output is.
+        return (None if not wrong else False), "; ".join(["the output was not compared with plain decoding", *parts])
+    return not wrong, "; ".join([*wrong, *parts])
+
+
+def busy(score: Score) -> str | None:
+    """The warning that timings were disturbed, where they were."""
+    other = score["conditions"].get("other_cores") or 0.0
+    if other <= BUSY_CORES:
+        return None
+    return f"other processes kept {other:.2f} cores busy during timing, so the speeds are not to be trusted; score again on a quiet machine"
+
+
+def before_and_after(score: Score) -> tuple[float | None, float | None]:
+    """Token acceptance of the shown draft before and after training, both at one gamma where the score has that."""
+    score, t = as_read(score), score["winner"]["temperature"]
+    candidate = shown_candidate(score)
+    if candidate is None:
+        return None, None
+    first, last = untrained(score, candidate, t), arms_at(score, t).get(candidate)
+    if first is not None:
+        last = next((r for r in swept(score, candidate, t) if r["swept"] == first["swept"]), last)
+    if first is not None and last is not None and not (first.get("counts") and last.get("counts")):
+        first, last = ({**row, "counts": None} for row in (first, last))
+    return tuple(None if row is None else acceptance(row)[1] for row in (first, last))  # type: ignore[return-value]
+
+
+def outcome(score: Score) -> str:
+    """One word: ``winner``; ``pays`` (faster, but two candidates are not told apart); ``unclear`` (perhaps faster); ``none`` (do not
+    speculate); or ``broken`` (the output is not the target's)."""
+    score = as_read(score)
+    winner = score["winner"]
+    speedup = winner.get("speedup") or (winner.get("fastest") or {}).get("speedup")
+    if losslessness(score)[0] is False:
+        return "broken"
+    if speedup is None or speedup["estimate"] <= 1.0:
+        return "none"
+    if winner["arm"] is None or not (has_interval(speedup) and speedup["low"] > 1.0):
+        return "unclear"
+    return "winner" if winner["clear"] else "pays"
+
+
+def leader(score: Score) -> tuple[str, dict[str, Any]] | None:
+    """The arm that the verdict is about, with its measured speed-up: the winner, else the fastest."""
+    winner = as_read(score)["winner"]
+    found = winner if winner["arm"] is not None else winner.get("fastest")
+    return (found["arm"], found["speedup"]) if found and found["speedup"] else None
+
+
+def measured_or_predicted(row: Mapping[str, Any]) -> str:
+    """The speed-up as a cell; a prediction says that it is one."""
+    if row["arm"] == "plain":
+        return "1 by definition"
+    found = speed(row)
+    return bounded(found, None, times) + ("" if row["speedup"] or not found else " predicted")

@@ -1,0 +1,162 @@
+"""``-m draftstill.train`` as a launcher starts it: two processes end where one does, sharded or not, and a launch says no early and clearly."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+
+from draftstill.errors import DraftstillError
+from draftstill.runfolder import read_json
+from draftstill.train.devices import refuse_environment, refuse_launch
+from draftstill.train.launch import train
+from tests.pipeline import borrowed, environment, opened, sources
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+RECORDED = ("corpus", "responses", "recording")
+# AdamW forgives a wrongly scaled gradient. Norms here run from 2.7 to 3.3, so a limit of 3 clips some steps and not others: scale counts.
+KEYS: dict[str, Any] = {"max_steps": 50, "eval_steps": 50, "save_steps": 20, "max_grad_norm": 3.0, "warmup_steps": 5,
+                        "ema_decay": 0.5}  # fmt: skip
+HALVES = {**KEYS, "per_device_train_batch_size": 4}
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+           "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}  # fmt: skip
+"""What accelerate launch makes of configs/accelerate/fsdp2.yaml."""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def launch(path: Path, world: int = 2, until: Path | None = None, **extra: str) -> list[tuple[int, str]]:
+    """Return code and output of each rank, started as torchrun starts them, on gloo and loopback; killed as soon as ``until`` exists."""
+    port, ranks = str(free_port()), []
+    for rank in map(str, range(world)):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **extra}  # fmt: skip
+        ranks.append(subprocess.Popen([sys.executable, "-m", "draftstill.train", str(path)], env=environment(**own), text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
+    try:
+        while until is not None and not until.exists() and all(p.poll() is None for p in ranks):
+            time.sleep(0.01)
+        for p in ranks if until is not None else ():
+            p.kill()
+        outputs = [p.communicate(timeout=100)[0] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    return [(p.returncode, output) for p, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft of one process: 50 steps of 8 sequences."""
+    return train(*opened(borrowed(tmp_path_factory.mktemp("one"), *RECORDED, train=KEYS)))
+
+
+@functools.cache
+def home_of(kind: str) -> Path:
+    """Where two processes trained, for 50 steps of 2 x 4 sequences."""
+    home = Path(tempfile.mkdtemp(prefix="draftstill-launch-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    ranks = launch(borrowed(home, *RECORDED, train=HALVES), **(SHARDED if kind == "fsdp2" else {}))
+    assert [code for code, _ in ranks] == [0, 0], "\n".join(output for _, output in ranks)
+    assert ("cpu, FSDP" if kind == "fsdp2" else "cpu, MULTI_CPU") in ranks[0][1], "it is what was asked for"
+    assert "held-out alpha" in ranks[0][1] and "held-out alpha" not in ranks[1][1], "one process speaks"
+    return home
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_end_where_one_does(kind: str, alone: Path) -> None:
+    """2 x 4 sequences against 1 x 8."""
+    two = home_of(kind) / "run" / "draft"
+    a, b = (read_json(f / "provenance.json")["facts"] for f in (alone, two))
+    assert a["tokens"] == b["tokens"] and a["best"]["step"] == b["best"]["step"] == 50
+    assert b["best"]["alpha"] == pytest.approx(a["best"]["alpha"], abs=1e-4), "measured on whole weights"
+    first, second = (load_file(f / "model" / "model.safetensors") for f in (alone, two))
+    start = load_file(sources() / "target" / "model.safetensors")
+    assert first.keys() == second.keys()
+    furthest = max(float((tensor - second[name]).abs().max()) for name, tensor in first.items())
+    assert furthest < 1e-4, furthest
+    assert float((first["lm_head.weight"] - start["lm_head.weight"]).abs().max()) > 1e-2
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    """Weights, moments and averages come back from a checkpoint's whole tensors as every rank's own pieces."""
+    path = borrowed(tmp_path, *RECORDED, train=HALVES)
+    killed = launch(path, until=tmp_path / "run" / "draft.partial" / "checkpoint-0000020" / "state.json", **SHARDED)
+    assert all(code != 0 for code, _ in killed)
+    ranks = launch(path, **SHARDED)
+    assert [code for code, _ in ranks] == [0, 0] and "going on at" in ranks[0][1], ranks[0][1]
+    a, b = (read_json(h / "run" / "draft" / "provenance.json")["facts"] for h in (home_of("fsdp2"), tmp_path))
+    assert a["weights_sha256"] == b["weights_sha256"] and a["curve"] == b["curve"]
+
+
+# --- refused at once ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_of_many_processes_does_not_make_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says so on its own, before it waits for the others at a barrier."""
+    recipe, run = opened(borrowed(tmp_path, "corpus", "responses"))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # and nobody else is there to be waited for
+    with pytest.raises(DraftstillError, match="must not make it") as caught:
+        train(recipe, run)
+    assert "draftstill distill RECIPE" in str(caught.value) and not (tmp_path / "run" / "recording.partial").exists()
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not installed"),
+    ({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "every process must load it"),
+])  # fmt: skip
+def test_a_launch_that_cannot_work(asked: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DraftstillError, match=says) as caught:
+        refuse_environment()
+    assert caught.value.key == "accelerate launch" and "configs/accelerate/fsdp2.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "version_2", "says"), [
+    (DistributedType.MEGATRON_LM, False, "MEGATRON_LM is not supported"),
+    (DistributedType.FSDP, False, "version 1"),
+    (DistributedType.DEEPSPEED, False, "average"),
+])  # fmt: skip
+def test_a_kind_of_launch_that_is_not_served(kind: DistributedType, version_2: bool, says: str, tmp_path: Path) -> None:
+    recipe, _ = opened(borrowed(tmp_path, train={"ema_decay": 0.9}))
+    with pytest.raises(DraftstillError, match=says):
+        refuse_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=version_2), recipe)  # type: ignore[arg-type]
+
+
+# --- the configurations that ship --------------------------------------------------------------------------------------------
+
+
+def test_the_configurations_are_there_and_accelerate_reads_them() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert [p.stem for p in CONFIGS] == ["ddp", "fsdp2", "single", "two_nodes", "zero2", "zero3"]
+    for path in CONFIGS:
+        assert load_config_from_file(str(path)).mixed_precision == "no", "the recipe decides"
+        assert "-m draftstill.train RECIPE" in path.read_text(), "each says how it is used"
+
+
+def test_the_sharding_that_is_tested_is_the_one_that_ships() -> None:
+    stated = yaml.safe_load((ROOT / "configs" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"]
+    for name, value in SHARDED.items():
+        if name != "ACCELERATE_USE_FSDP":
+            assert str(stated[name.lower()]).lower() == value.lower(), name

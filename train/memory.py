@@ -1,0 +1,85 @@
+"""Whether a step can fit, said before it starts. A lower bound: what it refuses cannot run, what it lets pass may still be too large."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftstill.errors import DraftstillError
+from draftstill.machine import memory_gib
+from draftstill.recipe import Train
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one process."""
+
+    weights: int
+    """The draft's, the target's head, and copies that are kept: the average, the reference."""
+    training: int
+    """Gradients and AdamW's moments."""
+    activations: int
+    """What one forward keeps for its backward."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.training + self.activations
+
+
+def need(model: Any, settings: Train, target_head: torch.Tensor, tokens: int, compute: torch.dtype, shards: int = 1) -> Need:
+    """Of one optimizer step.
+
+    Args:
+        tokens: positions of a forward, padding included.
+        compute: dtype of the matrix products.
+        shards: processes over which weights, gradients and moments are spread.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    copies = 4 * trained * (settings.ema_decay > 0) + own * (settings.tokens.keep < 1)
+    weights = (own + copies) // shards + target_head.numel() * target_head.element_size()
+    numbers = _kept_by_a_layer(model.config)
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    kept = layers * hidden + numbers if settings.gradient_checkpointing else layers * numbers
+    return Need(weights, 3 * 4 * trained // shards, tokens * kept * compute.itemsize)
+
+
+def _kept_by_a_layer(config: Any) -> int:
+    """Numbers per token that a gated-MLP layer keeps for its backward: two norms' inputs, normalised inputs and outputs, queries, keys,
+    values and what attention makes of them, gate, up, activation and their product."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 6 * hidden + 2 * (heads + kv_heads) * width + 4 * config.intermediate_size
+
+
+def there(device: torch.device) -> int:
+    """Bytes of the device, or of this process's share of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return int(memory_gib() * 2**30) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def check_memory(found: Need, settings: Train, tokens: int, device: torch.device) -> None:
+    """Refuse a step that cannot fit.
+
+    Raises:
+        DraftstillError: with the estimate's parts and what to lower.
+    """
+    has = there(device)
+    if found.total <= has:
+        return
+    gib = lambda count: f"{count / 2**30:,.1f} GiB"  # noqa: E731
+    parts = f"weights {gib(found.weights)}, gradients and moments {gib(found.training)}, activations of {tokens:,} positions {gib(found.activations)}"
+    problem = f"a step needs at least {gib(found.total)} ({parts}); there are {gib(has)}"
+    if found.total - found.activations > has:
+        raise DraftstillError(
+            problem, key="draft", mend="take a smaller draft, train adapters (train.lora), or shard it over several devices"
+        )
+    mend = "lower it and raise train.gradient_accumulation_steps by as much"
+    if not settings.gradient_checkpointing:
+        mend += "; train.gradient_checkpointing: true keeps less"
+    raise DraftstillError(problem, key="train.per_device_train_batch_size", value=settings.per_device_train_batch_size, mend=mend)

@@ -1,0 +1,82 @@
+"""What a job does before its first step: whether recording and draft belong together, adapters, memory, and the optimizer's groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+
+from draftstill.distill import Recording
+from draftstill.errors import DraftstillError
+from draftstill.recipe import Adapt, Recipe, Train
+from draftstill.train.adapter import check_layers, with_adapter
+from draftstill.train.build import Draft, check_head_tokens
+from draftstill.train.memory import check_memory, need
+from draftstill.vocabulary import tokenizer_hash
+
+if TYPE_CHECKING:
+    from draftstill.train.loop import Job
+
+
+def check_recording(recipe: Recipe, recording: Recording, draft: Draft) -> None:
+    """Refuse a recording that the draft cannot learn from.
+
+    Raises:
+        DraftstillError: another vocabulary, another target, or a form that the recipe's training cannot use.
+    """
+    manifest = recording.manifest
+    if manifest["vocab"] != draft.vocab:
+        raise DraftstillError(f"the recording has {manifest['vocab']:,} tokens, the draft's vocabulary {draft.vocab:,}", key="draft.source",
+                              value=recipe.draft.source, mend="record with this recipe's target: draftstill distill RECIPE")  # fmt: skip
+    for what, now in (("tokenizer_sha256", tokenizer_hash(draft.tokenizer)), ("revision", draft.revision)):
+        if manifest[what] != now:
+            raise DraftstillError(f"the target is not the one that was recorded: its {what} was {manifest[what]}, is {now}", key="target.source",
+                                  value=recipe.target.source, mend="pin target.revision to the old commit, or record again")  # fmt: skip
+    check_head_tokens(recipe, draft.vocab)
+    if recipe.train.head_tokens and recording.mode != "topk":
+        chosen = " (record.mode: auto chose hidden states)" if recipe.record.mode == "auto" else ""
+        raise DraftstillError(f"a trimmed training head needs a top-k recording{chosen}", key="train.head_tokens", value=recipe.train.head_tokens,
+                              mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
+
+
+def attach(model: Any, settings: Train, seed: int) -> Any:
+    """Put the recipe's adapters into the model; returns peft's wrapper, or None where all weights are trained.
+
+    Raises:
+        DraftstillError: a layer that takes no adapter, such as a head or an embedding tied to it.
+    """
+    if settings.lora is None:
+        return None
+    asked = Adapt(**settings.lora.model_dump())
+    check_layers(model, asked, "train.lora.target_modules")
+    with torch.random.fork_rng(devices=[]):
+        wrapper, _, _ = with_adapter(model, asked, seed)
+    return wrapper
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Compute the layers' activations again in the backward pass."""
+    # transformers 5.24 calls it by this name and warns about the other.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def fits(job: Job) -> None:
+    """Refuse a step that cannot fit the device."""
+    lengths = sorted((job.recording.length(i) for i in job.kept), reverse=True)[: job.settings.per_device_train_batch_size]
+    tokens = lengths[0] * job.settings.per_device_train_batch_size
+    if job.settings.packing:  # rows are as short as their sequences; a batch of them is no larger than its longest
+        tokens = sum(lengths)
+    sharded = job.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    shards = job.accelerator.num_processes if sharded else 1
+    check_memory(
+        need(job.draft.model, job.settings, job.target_head, tokens, job.compute, shards), job.settings, tokens, job.accelerator.device
+    )
+
+
+def groups(module: torch.nn.Module, settings: Train) -> list[dict[str, Any]]:
+    """Weight decay on matrices, none on norms and biases."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
