@@ -1,49 +1,25 @@
 """The front door: verbs of the command line.
 
-Top layer: the only module (with ``plan``) that may reach into decode, distill, train and evaluate, and only inside functions,
-so that ``--help`` and ``plan`` start without torch.
+Top layer: only it, ``running`` and ``plan`` may reach into decode, distill, train and evaluate, and only inside functions, so that
+``--help`` and ``plan`` start without torch.
 """
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftstill import running
 from draftstill.errors import DraftstillError
 from draftstill.guard import GateMissed, guarded, prepare_environment
 
 if TYPE_CHECKING:
-    from draftstill.recipe import Recipe
-    from draftstill.runfolder import RunFolder, Stage
-
-TITLES = {
-    "corpus": ("prepare", "read the documents, group near-duplicates, split off the held-out ones"),
-    "adapted": ("adapt", "the target is tuned on the documents and merged"),
-    "responses": ("respond", "the target continues prompts cut from the documents"),
-    "recording": ("record", "the target's token distributions go to disk"),
-    "draft": ("train", "the draft learns those distributions"),
-    "score": ("evaluate", "every candidate draft is decoded beside plain decoding"),
-    "published": ("publish", "a folder that others can load"),
-}
-"""Kind of stage: the word for making it, and what happens."""
-
-MAKERS: dict[str, tuple[str, str]] = {
-    "corpus": ("corpus", "prepare_corpus"),
-    "adapted": ("train", "adapt"),
-    "responses": ("distill", "respond"),
-    "recording": ("distill", "record"),
-    "draft": ("train", "train"),
-    "score": ("evaluate", "score"),
-    "published": ("evaluate", "publish"),
-}
-"""Kind of stage: where the function lives that makes it, going on where an earlier attempt stopped. Imported when its turn comes."""
+    from draftstill.runfolder import RunFolder
 
 
 class Backends(StrEnum):
@@ -76,90 +52,11 @@ Overrides = Annotated[
 SetAside = Annotated[bool, typer.Option("--set-aside", help="Keep a stage that another recipe made as STAGE.old-N and make a new one.")]
 
 
-def _open(recipe_path: Path, overrides: list[str] | None, set_aside: bool = False) -> tuple[Recipe, RunFolder]:
-    from draftstill.recipe_io import load_recipe
-    from draftstill.runfolder import RunFolder
-
-    recipe = load_recipe(recipe_path, overrides or ())
-    return recipe, RunFolder(recipe.run_dir, set_aside=set_aside)
-
-
-def _face(folder: str, name: str) -> Callable[..., Any]:
-    """A function of a folder, imported when its turn comes."""
-    found: Callable[..., Any] = getattr(importlib.import_module(f"draftstill.{folder}"), name)
-    return found
-
-
-def _refuse_early(stages: list[Stage], run: RunFolder) -> None:
-    """Refuse a folder of another recipe before hours of work, not when its turn comes."""
-    from draftstill.plan import state
-
-    for stage in stages if not run.set_aside else []:
-        if state(stage) == "made by another recipe":
-            _ = stage.done  # raises, and names the keys that differ
-            stage.begin()
-
-
-def _through(last: str, recipe: Recipe, run: RunFolder) -> None:
-    """Make or reuse every stage up to ``last``, saying which. The caller holds the run folder's lock."""
-    from draftstill.progress import say
-    from draftstill.runfolder import read_json
-    from draftstill.stages import kind_of, stages
-
-    found = stages(recipe, run)
-    kinds = list(dict.fromkeys(kind_of(name) for name in found))
-    kinds = kinds[: kinds.index(last) + 1]
-    of = lambda kind: [stage for name, stage in found.items() if kind_of(name) == kind]  # noqa: E731 - one, of drafts several
-    _refuse_early([stage for kind in kinds for stage in of(kind)], run)
-    if any(not stage.done for kind in kinds if kind in ("adapted", "responses", "recording", "draft") for stage in of(kind)):
-        _face("train", "preflight_all")(recipe)
-    for number, kind in enumerate(kinds, 1):
-        verb, meaning = TITLES[kind]
-        group = of(kind)
-        made = [stage for stage in group if stage.done]
-        names = ", ".join(stage.name for stage in made)
-        if len(made) == len(group) or (kind == "draft" and kind != last and made and found["score"].done and _failed(group)):
-            say(f"[{number}/{len(kinds)}] {names}: reused (made {read_json(made[-1].folder / 'provenance.json')['finished']})")
-            continue
-        say(f"[{number}/{len(kinds)}] {verb}: {'goes on where it stopped; ' if any(s.begun for s in group) else ''}{meaning}")
-        options = {"push": False, "dry_run": False} if kind == "published" else {}
-        _face(*MAKERS[kind])(recipe, run, **options)
-        if kind == "score" and recipe.train.report_to:
-            _face("evaluate", "track_score")(recipe, run)
-        if kind == "draft":
-            found = stages(recipe, run)  # the score is made of the drafts that could be made
-
-
-def _failed(drafts: list[Stage]) -> bool:
-    """Whether every draft that is missing failed. Where the others are scored, only `train` tries those again."""
-    from draftstill.stages import failure
-
-    return all(stage.done or failure(stage) for stage in drafts)
-
-
-def _verb(last: str, then: str | None, recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> tuple[Recipe, RunFolder]:
-    """Make everything up to ``last``, and say what was made and what comes after it."""
-    recipe, run = _open(recipe_path, overrides, set_aside)
-    with run.lock():
-        _through(last, recipe, run)
-    from draftstill.stages import failure, kind_of, stages
-
-    print()
-    for name, stage in stages(recipe, run).items():
-        if kind_of(name) == last and stage.folder.exists():
-            print(f"made  {stage.folder}")
-        elif (why := failure(stage)) is not None:
-            print(f"not made  {name}: {why.splitlines()[0]}")
-    if then:
-        print(f"next  {shlex.join(['draftstill', then, str(recipe_path), *(overrides or [])])}")
-    return recipe, run
-
-
 def _audit(recipe_path: Path, overrides: list[str] | None, set_aside: bool) -> None:
-    recipe, run = _open(recipe_path, overrides, set_aside)
+    recipe, run = running.open_run(recipe_path, overrides, set_aside)
     with run.lock():
-        _through("draft", recipe, run)
-        wrong = _face("evaluate", "audit_run")(recipe, run)
+        running.through("draft", recipe, run)
+        wrong = running.face("evaluate", "audit_run")(recipe, run)
     if wrong:
         raise GateMissed("\n".join(wrong))
 
@@ -180,7 +77,7 @@ def plan(recipe: RecipePath, overrides: Overrides = None) -> None:
     from draftstill.plan import plan as describe
     from draftstill.plan import problems
 
-    resolved, run = _open(recipe, overrides)
+    resolved, run = running.open_run(recipe, overrides)
     print(describe(resolved, run))
     if problems(resolved):
         raise typer.Exit(1)
@@ -189,22 +86,22 @@ def plan(recipe: RecipePath, overrides: Overrides = None) -> None:
 @app.command()
 def adapt(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
     """Tune the target itself on the corpus, where the recipe has a section adapt."""
-    if _open(recipe, overrides)[0].adapt is None:
+    if running.open_run(recipe, overrides)[0].adapt is None:
         raise DraftstillError("the recipe does not ask for a tuned target", key="adapt",
                               mend="add the section adapt, for example adapt: {r: 16}; without it the target is taken as it is")  # fmt: skip
-    _verb("adapted", "distill", recipe, overrides, set_aside)
+    running.make("adapted", "distill", recipe, overrides, set_aside)
 
 
 @app.command()
 def distill(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
     """Corpus, then the target's responses, then the recording of its distributions."""
-    _verb("recording", "train", recipe, overrides, set_aside)
+    running.make("recording", "train", recipe, overrides, set_aside)
 
 
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
     """Train the draft on the recording (on many devices: accelerate launch -m draftstill.train RECIPE)."""
-    _verb("draft", "evaluate", recipe, overrides, set_aside)
+    running.make("draft", "evaluate", recipe, overrides, set_aside)
 
 
 @app.command()
@@ -232,26 +129,26 @@ def evaluate(
     """Score every candidate draft by decoding with it; write the report."""
     if compare is not None and (audit or server is not None):
         raise DraftstillError("--compare belongs to a score", key="--compare", value=str(compare), mend="leave out --audit and --server")
-    old = None if compare is None else _face("evaluate", "old_score")(compare)
+    old = None if compare is None else running.face("evaluate", "old_score")(compare)
     if audit:
         _audit(recipe, overrides, set_aside)
         return
-    if load and _open(recipe, overrides)[0].evaluate.batches == (1,):
+    if load and running.open_run(recipe, overrides)[0].evaluate.batches == (1,):
         overrides = [*(overrides or ()), "evaluate.batches=[1,4,16]"]
     if baseline_server is not None and server is None:
         raise DraftstillError("--baseline-server belongs to --server", mend="give both addresses")
-    resolved, run = _verb("score", "publish", recipe, overrides, set_aside)
+    resolved, run = running.make("score", "publish", recipe, overrides, set_aside)
     if server is not None:
         with run.lock():
-            _face("evaluate", "score_server")(resolved, run, server, baseline_server)
+            running.face("evaluate", "score_server")(resolved, run, server, baseline_server)
         return
     if resolved.evaluate.batches != (1,):
         with run.lock():
-            _face("evaluate", "measure_load")(resolved, run)
+            running.face("evaluate", "measure_load")(resolved, run)
     shown = _show_score(run)
     missed = gates(shown, min_speedup, min_alpha)
     if old is not None:
-        missed += _face("evaluate", "compare_scores")(shown, old, run.path / "score")
+        missed += running.face("evaluate", "compare_scores")(shown, old, run.path / "score")
     if missed:
         raise GateMissed("\n".join(missed))
 
@@ -269,21 +166,21 @@ def publish(
     """Write the checked, documented folder that others load; --push sends it to the Hub."""
     if served and not check:
         raise DraftstillError("--served belongs to --check", mend="give both: draftstill publish RECIPE --check --served")
-    resolved, run = _verb("published", None, recipe, overrides, set_aside)
+    resolved, run = running.make("published", None, recipe, overrides, set_aside)
     if check:
         with run.lock():
-            passed = _face("evaluate", "check_published")(resolved, run, served=served)
+            passed = running.face("evaluate", "check_published")(resolved, run, served=served)
         if not passed:
             raise GateMissed("a check of the published folder failed; the mends stand above")
     if push or dry_run:
         with run.lock():
-            _face("evaluate", "publish")(resolved, run, push=push, dry_run=dry_run)
+            running.face("evaluate", "publish")(resolved, run, push=push, dry_run=dry_run)
 
 
 @app.command()
 def run(recipe: RecipePath, overrides: Overrides = None, set_aside: SetAside = False) -> None:
     """All stages, reusing each whose inputs did not change."""
-    _, folder = _verb("published", None, recipe, overrides, set_aside)
+    _, folder = running.make("published", None, recipe, overrides, set_aside)
     _show_score(folder)
 
 
@@ -326,7 +223,7 @@ def decode(
             "temperature": temperature,
             "backend": backend.value,
         }
-        _face("decode", "simulate")(target, draft, simulate_acceptance, sha256=sha256, json_path=json_path, **options)
+        running.face("decode", "simulate")(target, draft, simulate_acceptance, sha256=sha256, json_path=json_path, **options)
         return
     if prompt is None:
         raise DraftstillError("there is no prompt", mend="give a text to continue, or - to read it from standard input")
@@ -334,7 +231,7 @@ def decode(
     prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
     if not any(prompts):
         raise DraftstillError("the prompt is empty", mend="give a text to continue")
-    _face("decode", "show")(
+    running.face("decode", "show")(
         target, draft, prompts, gamma=gamma, max_new_tokens=max_new_tokens, seed=seed, lookup=lookup, adaptive=adaptive, min_confidence=min_confidence,
         backend=backend.value, chat=chat, stop=stop or (), json_path=json_path, sha256=sha256, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, no_repeat_ngram=no_repeat_ngram, min_new_tokens=min_new_tokens,
@@ -347,7 +244,7 @@ def demo(overrides: Overrides = None, set_aside: SetAside = False) -> None:
     from draftstill.progress import say
 
     recipe_path = config_path("demo.yaml")
-    resolved, folder = _open(recipe_path, overrides, set_aside)
+    resolved, folder = running.open_run(recipe_path, overrides, set_aside)
     say("The demo tunes a small draft for a real target on real contract text, and measures what it gains.")
     say(f"  target   {resolved.target.source}")
     say(f"  corpus   {resolved.corpus.source}")
@@ -355,7 +252,7 @@ def demo(overrides: Overrides = None, set_aside: SetAside = False) -> None:
     say(f"  results  {folder.path.resolve()}")
     say("It is sized for 2 CPU cores and under 20 minutes, downloads included; each step shows the time it still takes.")
     say("Ctrl-C is safe at any moment: the same command goes on where it stopped.\n")
-    _verb("published", None, recipe_path, overrides, set_aside)
+    running.make("published", None, recipe_path, overrides, set_aside)
     _show_score(folder)
 
 
@@ -383,7 +280,7 @@ def recipe_show(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print the resolved recipe: every key, defaults included."""
     from draftstill.recipe_io import dump_recipe
 
-    print(dump_recipe(_open(recipe, overrides)[0]), end="")
+    print(dump_recipe(running.open_run(recipe, overrides)[0]), end="")
 
 
 @recipe_app.command("reference")
@@ -397,7 +294,7 @@ def recipe_reference_() -> None:
 @recording_app.command("inspect")
 def recording_inspect(path: Annotated[Path, typer.Argument(help="The recording folder of a run.", show_default=False)]) -> None:
     """Say what a recording holds and whether it is whole."""
-    print(_face("distill", "inspect")(path))
+    print(running.face("distill", "inspect")(path))
 
 
 def config_path(name: str) -> Path:

@@ -122,7 +122,7 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
         ("sampler", f"temperature {s.temperature:g}, top_k {s.top_k or 'all'}, top_p {s.top_p:g}"),
         ("recording", mode),
         ("loss", f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}"),
-        ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {e.gamma}"),
+        ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {', '.join(map(str, e.swept))}"),
         ("seed", str(recipe.seed)),
     ])  # fmt: skip
 

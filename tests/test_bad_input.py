@@ -216,11 +216,11 @@ def test_a_changed_document_is_noticed(recipe: Path, refused) -> None:
 
 
 def test_a_half_made_stage_of_another_recipe(tmp_path: Path, refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftstill.distill import responses
+    from draftstill.distill import writing
 
     path = borrowed(tmp_path, "corpus")
     work = tmp_path / "run" / "responses.partial"
-    real = responses._write_batch
+    real = writing.write_json
 
     def stopped(*arguments: Any) -> Any:
         if (work / "train-00000.json").exists():
@@ -228,7 +228,7 @@ def test_a_half_made_stage_of_another_recipe(tmp_path: Path, refused, monkeypatc
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(responses, "_write_batch", stopped)
+        patch.setattr(writing, "write_json", stopped)
         assert command("distill", path, "respond.batch_size=1") == 130
     before = hashes(work)
     refused("distill", path, says=("the stage 'responses'", "respond.batch_size was 1, is 6", "--set-aside"))

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["ground", "decode", "distill", "train", "evaluate", "front"]
 FOLDERS = LAYERS[1:5]
-FRONT = {"cli", "plan"}
+FRONT = {"cli", "plan", "running"}
 PURE = {"draftstill.decode.trace", "draftstill.decode.theory", "draftstill.evaluate.stats", "draftstill.evaluate.report"}
 """Import without torch. Those of decode and evaluate may also be imported past the folder's face."""
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "wandb"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftstill import cli, guard
+from draftstill import cli, guard, running
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder, write_json
 from draftstill.stages import stages
@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Path:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stages run as stubs that write their folders; the list says which ran."""
     ran: list[str] = []
-    names = {function: stage for stage, (_, function) in cli.MAKERS.items()}
+    names = {function: stage for stage, (_, function) in running.MAKERS.items()}
 
     def face(folder: str, name: str) -> Any:
         if name == "preflight_all":
@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return make
 
-    monkeypatch.setattr(cli, "_face", face)
+    monkeypatch.setattr(running, "face", face)
     report = types.ModuleType("draftstill.evaluate.report")
     report.to_terminal = lambda score, paths: "the last screen"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "draftstill.evaluate.report", report)
@@ -167,14 +167,14 @@ def test_errors_of_a_stage(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_face", lambda *_: fail)
+    monkeypatch.setattr(running, "face", lambda *_: fail)
     assert call(monkeypatch, "run", recipe) == code
     shown = capsys.readouterr().err
     assert says in shown and "Traceback" not in shown
 
 
 def test_our_own_faults_keep_their_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_face", lambda *_: lambda *a, **k: {}["missing"])
+    monkeypatch.setattr(running, "face", lambda *_: lambda *a, **k: {}["missing"])
     with pytest.raises(KeyError):
         call(monkeypatch, "run", recipe)
 
@@ -206,7 +206,7 @@ def test_decode_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def show(target: str, draft: str | None, prompt: str, **options: Any) -> None:
         seen.update(target=target, draft=draft, prompt=prompt, **options)
 
-    monkeypatch.setattr(cli, "_face", lambda *_: show)
+    monkeypatch.setattr(running, "face", lambda *_: show)
     options = [
         "--gamma",
         "2",

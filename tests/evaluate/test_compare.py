@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftstill import cli
+from draftstill import cli, running
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.comparing import _change, compare
 from draftstill.evaluate.comparison_report import as_lines, as_markdown, compare_scores, old_score
@@ -222,7 +222,7 @@ def test_the_command_exits_2_on_a_regression_and_reads_the_old_score_first(
             cli.main()
         return int(str(stop.value.code))
 
-    monkeypatch.setattr(cli, "_verb", verb)
+    monkeypatch.setattr(running, "make", verb)
     old = tmp_path / "old.json"
     assert code("--compare", str(old)) == 1 and not ran, "refused before anything starts"
     old.write_text(json.dumps(OLD))

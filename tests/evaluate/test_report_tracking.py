@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from draftstill import cli
+from draftstill import running
 from draftstill.evaluate.tracking import track_score
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder, write_json
@@ -62,13 +62,13 @@ def test_only_a_score_that_was_just_made_is_told(scored: tuple[Any, RunFolder], 
             return lambda recipe, run: (stages(recipe, run)["score"].begin(), stages(recipe, run)["score"].finish())
         return (lambda *_: told.append(True)) if name == "track_score" else (lambda *_, **__: None)
 
-    monkeypatch.setattr(cli, "_face", face)
+    monkeypatch.setattr(running, "face", face)
     for name, stage in stages(recipe, run).items():
         if name not in ("score", "published"):
             stage.begin()
             stage.finish(curve=[])
-    cli._through("score", recipe, run)
+    running.through("score", recipe, run)
     assert told == []
     (run.path / "score").rename(run.path / "elsewhere")
-    cli._through("score", recipe, run)
+    running.through("score", recipe, run)
     assert told == [True]
