@@ -106,5 +106,5 @@ def pairs(quick: bool, draft: Path | None, folder: Path) -> list[Pair]:
         Pair(f"random Qwen2, {size}, {qwen.num_hidden_layers} layers x {qwen.hidden_size}, and its first layer",
              lambda: random_pair(qwen, 1, 0.1 if quick else 0.01, prompts), 4, tokens(32), seconds(45)),
         Pair(f"random Llama, {llama.num_hidden_layers} layers x {llama.hidden_size}, and its first 2 layers",
-             lambda: random_pair(llama, 2, 0.1 if quick else 0.03, prompts), 4, tokens(64), seconds(30)),
+             lambda: random_pair(llama, 2, 0.1 if quick else 0.03, prompts), 4, tokens(64), seconds(60)),
     ]  # fmt: skip
