@@ -98,7 +98,8 @@ def speed_scale(estimates: Sequence[float], ends: Sequence[float]) -> Scale:
 
 
 def speed_axis(scale: Scale) -> str:
-    marks = [f'<text x="{scale(t):g}" y="12" class="tick">{t:g}x</text>' for t in ticks(scale.low, scale.high)]
+    marks = [f'<text x="{scale(t):g}" y="12" class="tick">{t:g}x</text>' for t in ticks(scale.low, scale.high)
+             if 14 <= scale(t) <= _BAR[0] - 14]  # fmt: skip
     return svg(_BAR[0], 16, marks, "scale of the speed-up", "bar")
 
 

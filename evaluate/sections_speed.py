@@ -86,8 +86,11 @@ def candidates(score: Score) -> str:
     t = score["winner"]["temperature"]
     others = [folded(f"Temperature {x:g}", _arms(score, x)) for x in temperatures(score) if x != t]
     pairs = folded("Every pair of candidates", bullets(comparison_lines(score)))
+    compared = score["winner"].get("compared") or 0
     told = note(f"Dot: measured, with its {confidence(score)} interval. Diamond: predicted. Shaded: slower than plain decoding. Acceptance: share of "
-                "the draft's guesses that the target kept.")  # fmt: skip
+                "the draft's guesses that the target kept."
+                + (f" A row's interval holds for all of its gammas, the one above for all {compared} arms and gammas at once." if compared > 1
+                   else ""))  # fmt: skip
     return section(f"Candidates, temperature {t:g}", _arms(score, t), bullets(ranking_lines(score)), *others, pairs, told)
 
 
