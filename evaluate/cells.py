@@ -34,6 +34,11 @@ Timed = tuple[Arm, int]
 """An arm at one gamma."""
 
 
+def plain_runs(arms: int) -> int:
+    """Timings of plain decoding beside so many arms."""
+    return max(1, -(-arms // _GROUP))
+
+
 @dataclass(slots=True)
 class Cells:
     """The cells of one score."""

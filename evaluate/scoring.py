@@ -18,7 +18,7 @@ from draftstill.evaluate import about
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench
 from draftstill.evaluate.assembling import Found, gather, row
 from draftstill.evaluate.audit import audit
-from draftstill.evaluate.cells import Cells, Timed
+from draftstill.evaluate.cells import Cells, Timed, plain_runs
 from draftstill.evaluate.choosing import best_arm, best_rows, comparisons, to_publish, winner
 from draftstill.evaluate.diagnosing import diagnoses
 from draftstill.evaluate.domains import Domain, domains
@@ -142,7 +142,7 @@ def _time(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: 
     settings = cells.recipe.evaluate
     plan = [(n, field, t) for n in range(settings.timed_prompts) for field in fields if n < len(field.prompts[: settings.prompts])
             for t in settings.temperatures]  # fmt: skip
-    per_cell = (1 + len(arms)) * settings.timed_tokens
+    per_cell = (len(arms) + plain_runs(len(arms))) * settings.timed_tokens
     missing = sum(not _timed(cells, number, field, t, arms) for number, field, t in plan)
     if not missing:
         return
