@@ -51,7 +51,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 def arm_rows(score: Score, temperature: float) -> list[list[str]]:
     """The cells of the table of all figures; see ``HEAD``."""
     return [
-        [ARMS[name], str(a["swept"]), bounded(a["acceptance"], a["metrics"].get("token_acceptance"), share), number(a["alpha"], 3),
+        [ARMS[name], str(a.get("swept", a["gamma"])), bounded(a["acceptance"], a["metrics"].get("token_acceptance"), share), number(a["alpha"], 3),
          number(a["metrics"].get("tau")), number(a["c"], 3), number(a["v"], 3), times(a["predicted"]), measured_or_predicted(a),
          number(a["tokens_per_s"], 1)]
         for name, a in arms_at(score, temperature).items()
