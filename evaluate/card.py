@@ -70,8 +70,10 @@ def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = No
         arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm is None:
             continue
-        arguments = {"temperature": t, "gamma": arm["gamma"], "top_k": c["top_k"], "top_p": c["top_p"], "prompts": c["prompts"],
-                     "max_new_tokens": c["max_new_tokens"], "device": c["device"], "dtype": c["dtype"]}  # fmt: skip
+        arguments = {"temperature": t, "gamma": arm["gamma"], "top_k": c["top_k"], "top_p": c["top_p"],
+                     # Both figures come from the timed texts; a score of the first schema timed all of them.
+                     "prompts": c.get("timed_prompts", c["prompts"]), "max_new_tokens": c.get("timing_tokens", c["max_new_tokens"]),
+                     "device": c["device"], "dtype": c["dtype"]}  # fmt: skip
         values = {"token_acceptance": ("accepted / proposed draft tokens", arm["metrics"].get("token_acceptance")),
                   "speedup": ("speed-up over plain decoding, same engine", (arm["speedup"] or {}).get("estimate"))}  # fmt: skip
         results += [

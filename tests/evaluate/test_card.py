@@ -54,6 +54,13 @@ def test_the_metadata_reads_back_through_the_hub_library() -> None:
     assert set(kinds) == {(k, t) for k in ("speedup", "token_acceptance") for t in (0.0, 0.7)}
 
 
+def test_figures_of_timed_texts_name_the_timed_texts() -> None:
+    conditions = {**SAMPLE["conditions"], "prompts": 32, "timed_prompts": 16, "max_new_tokens": 128, "timing_tokens": 64}
+    results = front_matter(card({**SAMPLE, "conditions": conditions}, recipe_for()))["model-index"][0]["results"]
+    told = [m["args"] for r in results for m in r["metrics"]]
+    assert told and all((a["prompts"], a["max_new_tokens"]) == (16, 64) for a in told)
+
+
 def test_target_language_and_serving_facts_stand_in_the_head() -> None:
     head = front_matter(card(SAMPLE, recipe_for(), export=EXPORT))
     assert "target:HuggingFaceTB--SmolLM2-135M-Instruct" in head["tags"] and head["language"] == ["en"]
