@@ -60,7 +60,7 @@ class AdaptiveGamma:
     """The gamma with the best predicted speed-up at the row's own estimated alpha; 0 where drafting would lose.
 
     Args:
-        c: draft step over plain target step.
+        c: draft step over plain target step, one number or by gamma.
         v: by gamma, verifying gamma + 1 tokens over a plain target step. Not smooth on CPUs: measure it.
         most: largest gamma; every 1 .. most needs an entry in ``v``.
         prior_alpha, prior_weight: the estimate before anything is known, and how many judged tokens it counts for.
@@ -68,7 +68,7 @@ class AdaptiveGamma:
         probe_every: idle rounds after which one token is proposed all the same, or the estimate could never recover.
     """
 
-    c: float
+    c: float | Mapping[int, float]
     v: Mapping[int, float]
     most: int
     prior_alpha: float = 0.5
@@ -77,9 +77,7 @@ class AdaptiveGamma:
     probe_every: int = 16
 
     def __post_init__(self) -> None:
-        missing = [g for g in range(1, self.most + 1) if g not in self.v]
-        if missing:
-            raise ValueError(f"no verify cost for gamma {missing}")
+        _check(self.most, self.c, self.v)
 
     def alpha(self, history: Judged) -> float:
         """Estimated acceptance per token: accepted over judged, shrunk to the prior."""
@@ -96,7 +94,7 @@ class AdaptiveGamma:
         history.accepted, history.judged = history.accepted * fade + accepted, history.judged * fade + judged
 
     def describe(self) -> dict[str, object]:
-        return {"policy": "adaptive", "gamma": self.most, "c": self.c, "v": dict(self.v)}
+        return {"policy": "adaptive", "gamma": self.most, "c": _told(self.c), "v": dict(self.v)}
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ class GoodputGamma:
         probe_every: rounds without a draft after which one token is proposed all the same.
     """
 
-    c: float
+    c: float | Mapping[int, float]
     v: Mapping[int, float]
     most: int
     rows: int
@@ -126,9 +124,7 @@ class GoodputGamma:
     shared: Judged = field(default_factory=Judged)
 
     def __post_init__(self) -> None:
-        missing = [g for g in range(1, self.most + 1) if g not in self.v]
-        if missing:
-            raise ValueError(f"no verify cost for gamma {missing}")
+        _check(self.most, self.c, self.v)
 
     @property
     def alpha(self) -> float:
@@ -148,4 +144,15 @@ class GoodputGamma:
         mine.accepted, mine.judged = mine.accepted * fade + accepted, mine.judged * fade + judged
 
     def describe(self) -> dict[str, object]:
-        return {"policy": "goodput", "gamma": self.most, "rows": self.rows, "c": self.c, "v": dict(self.v)}
+        return {"policy": "goodput", "gamma": self.most, "rows": self.rows, "c": _told(self.c), "v": dict(self.v)}
+
+
+def _check(most: int, c: float | Mapping[int, float], v: Mapping[int, float]) -> None:
+    for what, cost in (("draft", c), ("verify", v)):
+        missing = [g for g in range(1, most + 1) if isinstance(cost, Mapping) and g not in cost]
+        if missing:
+            raise ValueError(f"no {what} cost for gamma {missing}")
+
+
+def _told(c: float | Mapping[int, float]) -> float | dict[int, float]:
+    return dict(c) if isinstance(c, Mapping) else c

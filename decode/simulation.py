@@ -75,8 +75,8 @@ def measure(target: Network, draft: Network, acceptance: float, *, gamma: int = 
     rates = [[m["tokens_per_s"] for m in pair] for pair in runs]
     ratios = [fast / slow for slow, fast in rates]
     tau = sum(pair[1]["emitted"] for pair in runs) / sum(pair[1]["rounds"] for pair in runs)
-    c, v = costs.c("draft"), costs.v(gamma + 1)
-    best, best_speed = best_gamma(acceptance, c, costs.v_by_gamma(), most_gamma)
+    c, v = costs.c("draft", gamma), costs.v(gamma + 1)
+    best, best_speed = best_gamma(acceptance, costs.c_by_gamma("draft", most_gamma), costs.v_by_gamma(), most_gamma)
     plain_s, fast_s = (statistics.median(r[i] for r in rates) for i in (0, 1))
     return Simulated(
         acceptance, gamma, rows, prompt_tokens, new_tokens, plain_s, fast_s, statistics.median(ratios), min(ratios), max(ratios), tau, c, v,

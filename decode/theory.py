@@ -45,14 +45,14 @@ def break_even(gamma: int, c: float, v: float = 1.0) -> float | None:
     return high
 
 
-def best_gamma(alpha: float, c: float, v: float | Mapping[int, float] = 1.0, most: int = 16) -> tuple[int, float]:
+def best_gamma(alpha: float, c: float | Mapping[int, float], v: float | Mapping[int, float] = 1.0, most: int = 16) -> tuple[int, float]:
     """The gamma in 0..most with the largest i.i.d. prediction, and that prediction; 0 means: do not speculate.
 
-    v is the cost of a verify pass with gamma >= 1, one number or measured by gamma; plain decoding costs 1. Of equals the
-    smaller gamma: it wastes less.
+    c and v, the cost of a verify pass with gamma >= 1, are one number each or measured by gamma; plain decoding costs 1. Of equals
+    the smaller gamma: it wastes less.
     """
-    cost = (lambda g: v[g]) if isinstance(v, Mapping) else (lambda g: v)
-    options = [(1.0, 0)] + [(predicted_speedup(expected_tokens(alpha, g), g, c, cost(g)), -g) for g in range(1, most + 1)]
+    at = lambda cost, g: cost[g] if isinstance(cost, Mapping) else cost  # noqa: E731
+    options = [(1.0, 0)] + [(predicted_speedup(expected_tokens(alpha, g), g, at(c, g), at(v, g)), -g) for g in range(1, most + 1)]
     speed, negative = max(options)
     return -negative, speed
 

@@ -100,7 +100,7 @@ def _drafter(pair: Any, gamma: int, lookup: bool, adaptive: bool, min_confidence
     policy = None
     if adaptive:
         costs = measure_costs(pair.target, {"draft": pair.draft}, context, _MOST_ADAPTIVE)
-        policy = AdaptiveGamma(costs.c("draft"), costs.v_by_gamma(), _MOST_ADAPTIVE)
+        policy = AdaptiveGamma(costs.c_by_gamma("draft", _MOST_ADAPTIVE), costs.v_by_gamma(), _MOST_ADAPTIVE)
     model = ModelDrafter(pair.draft, gamma, policy=policy, min_confidence=min_confidence)
     return model if guesser is None else CompositeDrafter(guesser, model)
 

@@ -36,8 +36,8 @@ OUTSIDE = 0.02
 class Conditions:
     """What the advice needs beside the diagnosis."""
 
-    c: float
-    """Draft step over plain target step."""
+    c: Mapping[int, float]
+    """By gamma, draft step over plain target step."""
     v: Mapping[int, float]
     """By gamma, verifying gamma + 1 tokens over a plain target step."""
     speeds: Mapping[int, float]
@@ -77,14 +77,17 @@ def _best(conditions: Conditions) -> tuple[int, float]:
     return max([(0, 1.0), *conditions.speeds.items()], key=lambda pair: (pair[1], -pair[0]))
 
 
-def _formula(alpha: float, c: float, v: Mapping[int, float]) -> float:
-    """The best speed-up that equation 1 allows at these costs."""
-    return best_gamma(alpha, c, v, max(g for g in v if all(i in v for i in range(1, g + 1))))[1]
+def _formula(alpha: float, conditions: Conditions, dearer: float = 1.0) -> float:
+    """The best speed-up that equation 1 allows at these costs, with draft steps so many times as dear."""
+    v = conditions.v
+    return best_gamma(
+        alpha, {g: dearer * c for g, c in conditions.c.items()}, v, max(g for g in v if all(i in v for i in range(1, g + 1)))
+    )[1]
 
 
 def _stop(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
     gamma, speed = _best(conditions)
-    perfect = max(ceiling(g, conditions.c, v) for g, v in conditions.v.items() if g)
+    perfect = max(ceiling(g, conditions.c[g], v) for g, v in conditions.v.items() if g)
     advised = speed < PAYS
     because = (
         f"at these costs even a perfect draft reaches {perfect:.2f}x"
@@ -93,7 +96,7 @@ def _stop(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
         + (f"; below {PAYS:g}x the memory and the second model are not worth it" if advised else f" at gamma {gamma}")
     )
     return _entry("do not speculate", advised, because, None, ["evaluate.gamma"], {"best_gamma": gamma, "best_speedup": speed, "ceiling": perfect,
-                  "c": conditions.c}, {"pays": PAYS})  # fmt: skip
+                  "c": conditions.c[gamma or 1]}, {"pays": PAYS})  # fmt: skip
 
 
 def _gamma(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
@@ -110,24 +113,30 @@ def _gamma(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
 
 def _shape(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
     """Half the cost at the same alpha, and what a draft of twice the cost would have to be worth."""
-    alpha, c, v = found["alpha"], conditions.c, conditions.v
-    now = _formula(alpha, c, v)
-    cheaper = _formula(alpha, c / 2, v) / now
-    needed = next((a / 100 for a in range(round(100 * alpha), 101) if _formula(a / 100, 2 * c, v) >= now), None)
+    alpha = found["alpha"]
+    now = _formula(alpha, conditions)
+    cheaper = _formula(alpha, conditions, 0.5) / now
+    needed = next((a / 100 for a in range(round(100 * alpha), 101) if _formula(a / 100, conditions, 2.0) >= now), None)
     larger = (
         "a draft of twice the cost could not make up for it"
         if needed is None
         else f"one of twice the cost is faster from alpha {needed:.2f} on"
     )
     because = f"at the same alpha a draft of half the cost would be {cheaper:.2f} times as fast; {larger}"
-    figures = {"alpha": alpha, "c": c, "formula_now": now, "formula_half_c": now * cheaper, "alpha_needed_at_twice_c": needed}
+    figures = {
+        "alpha": alpha,
+        "c": conditions.c[found["gamma"]],
+        "formula_now": now,
+        "formula_half_c": now * cheaper,
+        "alpha_needed_at_twice_c": needed,
+    }
     return _entry("another shape", cheaper >= WORTH, because, cheaper, ["draft.layers", "draft.head_tokens"], figures, {"gain": WORTH})
 
 
 def _data(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
-    alpha, c, v = found["alpha"], conditions.c, conditions.v
+    alpha = found["alpha"]
     better = alpha + REGAINED * (1 - alpha)
-    worth = _formula(better, c, v) / _formula(alpha, c, v)
+    worth = _formula(better, conditions) / _formula(alpha, conditions)
     sure = found["sure"]["lost"] or 0.0
     curve = list(conditions.curve)
     rise = curve[-1] - curve[-1 - max(1, len(curve) // 3)] if len(curve) > 1 else None

@@ -99,7 +99,6 @@ def row(cells: Cells, costs: Costs, found: Found, arm: Arm, gamma: int) -> Row:
         "swept": gamma, "gamma": bench.gamma(arm.name, gamma or None),
         **dict.fromkeys(("c", "v", "predicted", "break_even", "ceiling", "speedup", "acceptance", "counts")),
     }  # fmt: skip
-    c = costs.c(arm.draft) if arm.draft else 0.0
     traces = [trace_of(cell[arm.name, gamma]) for cell in found.timed]
     m = metrics(traces)
     alphas = [a for text in found.laws.get(arm.draft or "", []) for a in text["alpha"]]
@@ -107,17 +106,17 @@ def row(cells: Cells, costs: Costs, found: Found, arm: Arm, gamma: int) -> Row:
     out |= {"metrics": m, "alpha": alpha, "tokens_per_s": m["tokens_per_s"]}
     if arm.name != PLAIN:
         counted = derived(bench, found, arm, gamma, [cells.seed(p) for p in found.prompts])
-        out["c"] = c
+        out["c"] = costs.c(arm.draft, gamma) if arm.draft else 0.0
         # Each round at its own width: lookup and the composite do not always propose.
         out["v"] = statistics.fmean(costs.v(1 + r.proposed) for t in (traces or counted) for r in t.rounds)
         if traces:
-            out["predicted"] = m["tau"] / (m["draft_steps"] / m["rounds"] * c + out["v"])
+            out["predicted"] = m["emitted"] / sum(cost(costs, arm, t) for t in traces)
             out["speedup"] = paired_ratio(*seconds(found, arm.name, gamma), **bootstrap(recipe)).to_json()
             accepted = pooled_ratio(*_sums(traces, "accepted", "proposed"), **bootstrap(recipe))
             out["acceptance"] = None if accepted is None else accepted.to_json()
         if arm.kind in ("tuned", "untuned"):  # the formulas speak of one drafter that always proposes gamma tokens
-            out |= {"break_even": break_even(gamma, c, out["v"]), "ceiling": ceiling(gamma, c, out["v"])}
-        out["counts"] = counts(recipe, costs, c, counted, alpha if arm.kind in ("tuned", "untuned") else None, gamma)
+            out |= {"break_even": break_even(gamma, out["c"], out["v"]), "ceiling": ceiling(gamma, out["c"], out["v"])}
+        out["counts"] = counts(recipe, costs, arm, counted, alpha if arm.kind in ("tuned", "untuned") else None, gamma)
     out["per_prompt"] = [
         {"prompt": cell[arm.name, gamma]["prompt"], "seconds": t.decode_s, "plain_seconds": cell[arm.name, gamma]["plain_s"], "prefill_s": t.prefill_s,
          "emitted": len(t.tokens), "rounds": len(t.rounds), "proposed": sum(r.proposed for r in t.rounds), "accepted": sum(r.accepted for r in t.rounds)}
@@ -126,14 +125,19 @@ def row(cells: Cells, costs: Costs, found: Found, arm: Arm, gamma: int) -> Row:
     return out
 
 
-def counts(recipe: Recipe, costs: Costs, c: float, traces: Sequence[Trace], alpha: float | None, gamma: int) -> dict[str, Any]:
+def cost(costs: Costs, arm: Arm, trace: Trace) -> float:
+    """What the rounds of a text cost by measured steps, in plain target steps; each round at its own numbers of steps and tokens."""
+    drafting = [costs.drafting(arm.draft, r.draft_steps) if arm.draft else 0.0 for r in trace.rounds]
+    return sum(drafting) + sum(costs.v(1 + r.proposed) for r in trace.rounds)
+
+
+def counts(recipe: Recipe, costs: Costs, arm: Arm, traces: Sequence[Trace], alpha: float | None, gamma: int) -> dict[str, Any]:
     """Acceptance on all prompts, to their natural ends, and the speed-up that follows from these counts and the measured costs."""
     keys = bootstrap(recipe)
     m = metrics(traces)
-    cost = [sum(costs.v(1 + r.proposed) + r.draft_steps * c for r in t.rounds) for t in traces]
     accepted = pooled_ratio(*_sums(traces, "accepted", "proposed"), **keys)
     tau = pooled_ratio([len(t.tokens) for t in traces], [len(t.rounds) for t in traces], **keys)
-    predicted = pooled_ratio([len(t.tokens) for t in traces], cost, **keys)
+    predicted = pooled_ratio([len(t.tokens) for t in traces], [cost(costs, arm, t) for t in traces], **keys)
     histogram = [0] * (1 + max((r.accepted for t in traces for r in t.rounds), default=0))
     for t in traces:
         for r in t.rounds:
@@ -143,9 +147,13 @@ def counts(recipe: Recipe, costs: Costs, c: float, traces: Sequence[Trace], alph
         "acceptance": None if accepted is None else accepted.to_json(), "tau": None if tau is None else tau.to_json(),
         "predicted": None if predicted is None else predicted.to_json(), "iid": None,
     }  # fmt: skip
-    if alpha is not None:
+    if alpha is not None and arm.draft:
         even = expected_tokens(alpha, gamma)
-        found["iid"] = {"alpha": alpha, "tau": even, "predicted": predicted_speedup(even, gamma, c, costs.v(1 + gamma))}
+        found["iid"] = {
+            "alpha": alpha,
+            "tau": even,
+            "predicted": predicted_speedup(even, gamma, costs.c(arm.draft, gamma), costs.v(1 + gamma)),
+        }
     return found
 
 

@@ -38,7 +38,8 @@ def gamma_table(score: Score) -> list[dict[str, Any]]:
     The prediction takes every position as equally easy; at the scored gamma the measured speed-up stands beside it.
     """
     rows = []
-    verify = (score.get("costs") or {}).get("verify_s") or {"1": 1.0}
+    costs = score.get("costs") or {}
+    verify = costs.get("verify_s") or {"1": 1.0}
     for t in temperatures(score):
         arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm is None or arm["alpha"] is None or arm["c"] is None:
@@ -54,11 +55,19 @@ def gamma_table(score: Score) -> list[dict[str, Any]]:
                     "gamma": gamma,
                     "tau": tau,
                     "v": v,
-                    "predicted": predicted_speedup(tau, gamma, arm["c"], v),
+                    "predicted": predicted_speedup(tau, gamma, _c(costs, arm, gamma), v),
                     "measured": measured,
                 }
             )
     return rows
+
+
+def _c(costs: Mapping[str, Any], arm: Mapping[str, Any], gamma: int) -> float:
+    """Of this gamma, where a block's first step was timed apart; of the scored one otherwise."""
+    first, further = ((costs.get(k) or {}).get(arm.get("draft")) for k in ("first_s", "draft_s"))
+    if first is None or further is None:
+        return float(arm["c"])
+    return float((first + (gamma - 1) * further) / gamma / costs["verify_s"]["1"])
 
 
 def metadata(score: Score, recipe: Recipe, export: Mapping[str, Any] | None = None) -> Any:

@@ -26,7 +26,7 @@ def diagnoses(cells: Cells, costs: Costs, found: Sequence[Found], sweep: Sequenc
     if not rows:
         return {}
     pieces = {f.domain: [pieces_of(cells.bench.target.tokenizer, t["tokens"]) for t in f.texts] for f in found}
-    made = {}
+    made, v = {}, costs.v_by_gamma()
     for r in rows:
         arm = cells.bench.arms[r["arm"]]
         texts = [
@@ -38,5 +38,5 @@ def diagnoses(cells: Cells, costs: Costs, found: Sequence[Found], sweep: Sequenc
         ]
         speeds = {s["swept"]: (s["speedup"] or s["counts"]["predicted"])["estimate"] for s in sweep if s["arm"] == r["arm"]}
         curve = [p["alpha_deploy"] for p in curves.get(r["candidate"], ()) if p.get("alpha_deploy") is not None]
-        made[r["candidate"]] = diagnose(texts, r["swept"], Conditions(r["c"], costs.v_by_gamma(), speeds, curve))
+        made[r["candidate"]] = diagnose(texts, r["swept"], Conditions(costs.c_by_gamma(r["draft"], max(v)), v, speeds, curve))
     return made

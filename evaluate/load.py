@@ -124,15 +124,16 @@ def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[s
     decoders[FIXED] = bench.decoder(fixed["arm"], law, rows=rows, gamma=fixed["swept"])
     out: dict[str, Any] = {"rows": rows, "costs": costs.to_json()}
     if varied is not None:
-        c, v = costs.c(varied["candidate"]), costs.v_by_gamma()
+        v = costs.v_by_gamma()
         most = min(_MOST_GAMMA, max(v))
+        c = costs.c_by_gamma(varied["candidate"], most)
         alpha = varied["alpha"]
         policy = GoodputGamma(c, v, most, rows, prior_alpha=alpha)
         decoders[ADAPTIVE] = bench.decoder(varied["arm"], law, rows=rows, policy=policy)
-        predicted = {g: predicted_speedup(expected_tokens(alpha, g), g, c, v[g]) for g in range(1, most + 1)}
+        predicted = {g: predicted_speedup(expected_tokens(alpha, g), g, c[g], v[g]) for g in range(1, most + 1)}
         out["goodput"] = {
             "alpha": alpha,
-            "c": c,
+            "c_by_gamma": {str(g): x for g, x in c.items()},
             "best_gamma": best_gamma(alpha, c, v, most)[0],
             "speedup_by_gamma": {"0": 1.0, **{str(g): s for g, s in predicted.items()}},
         }

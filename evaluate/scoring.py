@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftstill.decode import Costs, Sampling, measure_costs
 from draftstill.evaluate import about
@@ -35,6 +35,7 @@ Score = dict[str, Any]
 SCHEMA = 2
 _REWRITE_S = 45.0
 """Least time between two reports of an unfinished score: assembling one takes a second or two of a core."""
+_STEPS = ("first_s", "draft_s")
 _DRAFT_RESAMPLES = 200
 """Resamples for the intervals of an unfinished score."""
 
@@ -55,8 +56,10 @@ def score(recipe: Recipe, run: RunFolder) -> Score:
     cells = Cells(work, run, bench, _identity(found), _drafts(bench, folders, found))
     arms = [(arm, gamma) for arm in bench.arms.values() if arm.name != PLAIN for gamma in arm.gammas]
     _count(cells, fields)
-    costs = _costs(cells, fields[0], arms)
+    costs = _costs(cells, fields[0], arms, "before")
     _time(cells, fields, arms, costs, found)
+    costs = costs.halfway(_costs(cells, fields[0], arms, "after"))
+    write_json(work / "costs.json", costs.to_json())
     audited = _audit(cells, folders, fields[0])
     result = assemble(cells, fields, arms, costs, found, recipe.evaluate.timed_prompts, audited)
     write_json(work / "score.json", result)
@@ -116,25 +119,27 @@ def _count(cells: Cells, fields: Sequence[Domain]) -> None:
                         cells.laws(field.name, prompts, t, cells.texts(field.name, prompts, t), tell)
 
 
-def _costs(cells: Cells, field: Domain, arms: Sequence[Timed]) -> Costs:
-    """Steps timed apart from the arms. Of a score that gained a draft only that draft is timed, against a plain step of its own."""
+def _costs(cells: Cells, field: Domain, arms: Sequence[Timed], when: Literal["before", "after"]) -> Costs:
+    """Steps timed apart from the arms, before and after them. Of a score that gained a draft only that draft is timed, against a plain
+    step of its own."""
     bench = cells.bench
     context = len(field.prompts[0].ids) + cells.recipe.evaluate.timed_tokens // 2
     gamma = max((bench.gamma(arm.name, g) for arm, g in arms), default=0)
     backend = bench.decoder(PLAIN, Sampling(0.0)).backend
     key = fingerprint(cells.identity, context, gamma, backend)
-    cell = cells.read("costs.json", key)
+    place = f"costs-{when}.json"
+    cell = cells.read(place, key)
     target, made = bench.target.network, {n: fingerprint(cells.drafts[n]) for n in bench.drafts}
     if cell is None:
         fresh = measure_costs(target, bench.drafts, context, gamma, backend=backend).to_json()
-        cell = {"costs": fresh, "draft_s": {made[n]: s for n, s in fresh["draft_s"].items()}}
+        cell = {"costs": fresh, **{k: {made[n]: s for n, s in fresh[k].items()} for k in _STEPS}}
     elif missing := {n: d for n, d in bench.drafts.items() if made[n] not in cell["draft_s"]}:
         more = measure_costs(target, missing, context, 0, backend=backend)
-        cell["draft_s"] |= {made[n]: more.c(n) * cell["costs"]["verify_s"]["1"] for n in missing}
-    cells.write("costs.json", key, {k: cell[k] for k in ("costs", "draft_s")})
-    costs = {**cell["costs"], "draft_s": {n: cell["draft_s"][m] for n, m in made.items()}}
-    write_json(cells.work / "costs.json", costs)
-    return Costs(**costs)
+        scale = cell["costs"]["verify_s"]["1"] / more.verify_s["1"]
+        for k in _STEPS:
+            cell[k] |= {made[n]: scale * s for n, s in more.to_json()[k].items()}
+    cells.write(place, key, {k: cell[k] for k in ("costs", *_STEPS)})
+    return Costs(**{**cell["costs"], **{k: {n: cell[k][m] for n, m in made.items()} for k in _STEPS}})
 
 
 def _time(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Costs, found: Mapping[str, Stage]) -> None:

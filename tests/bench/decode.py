@@ -17,7 +17,8 @@ How it measures:
 - A static cache in ``generate`` runs with disable_compile, and flashspec has no compiled path on a CPU (see ``peers.py``).
 - Batches: as many requests as rows. Measured over predicted = speed-up over plain / (tau / (s c + v)) while all rows are busy, with s
   draft steps per round. c (draft step) and v (verify) over a plain step are timed apart at the same batch size, before and after
-  the arms; drafts and verifies at positions that differ by row, as they do in use. The JSON also holds the ratio over whole
+  each turn of the arms, since the machine's speed drifts; a draft step as the mean over a block behind a verify pass; drafts and
+  verifies at positions that differ by row, as they do in use. The JSON also holds the ratio over whole
   texts, in which rows that end early leave the others a smaller batch. Assisted generation and flashspec's fast path take one row.
 - Losslessness: in float32 the texts of every arm are compared with those of our plain decoding, and the rows of every batch with
   plain decoding one by one. Any difference: exit code 1. In bfloat16 near-ties flip; the JSON counts them.
@@ -35,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +74,17 @@ Samples = dict[str, list[Run]]
 """Runs of each arm, turn by turn."""
 
 
+class Costs(NamedTuple):
+    """Of a draft step and of a verify pass, in plain steps."""
+
+    c: float
+    v: float
+
+    @classmethod
+    def of(cls, step: dict[str, float]) -> Costs:
+        return cls(step["draft"] / step["plain"], step["verify"] / step["plain"])
+
+
 class Bench:
     """One pair in one dtype."""
 
@@ -107,8 +119,8 @@ class Bench:
             taken.append(time.perf_counter() - started)
         return buffer.numel() * 4 / min(taken) / self.networks[0].step_bytes
 
-    def sample(self, arms: list[Arm], rows: int, seconds: float, least: int) -> Samples:
-        """Turns of all arms until the time is up; each turn takes the next ``rows`` prompts."""
+    def sample(self, arms: list[Arm], rows: int, seconds: float, least: int, between: Callable[[], None] = lambda: None) -> Samples:
+        """Turns of all arms until the time is up; each turn takes the next ``rows`` prompts. ``between`` is called before and after each."""
         samples: Samples = {arm.name: [] for arm in arms}
         started = time.monotonic()
         for turn in itertools.count():
@@ -117,17 +129,19 @@ class Bench:
                 break
             prompts = [self.prompts[(turn * rows + i) % len(self.prompts)] for i in range(rows)]
             at = turn % len(arms)
+            between()
             for arm in arms[at:] + arms[:at]:
                 run = arm.run(prompts, self.pair.new_tokens)
                 assert all(len(text) == self.pair.new_tokens and min(text) >= 0 for text in run.texts), f"{arm.name} wrote another length"
                 samples[arm.name].append(run)
+        between()
         return samples
 
-    def timed(self, arms: list[Arm], rows: int, seconds: float, least: int) -> Samples:
+    def timed(self, arms: list[Arm], rows: int, seconds: float, least: int, between: Callable[[], None] = lambda: None) -> Samples:
         """Warm up, then sample."""
         for arm in arms:
             arm.run(self.prompts[:rows], min(self.pair.new_tokens, _WARM_UP_TOKENS))
-        return self.sample(arms, rows, seconds, least)
+        return self.sample(arms, rows, seconds, least, between)
 
     def single(self, samples: Samples) -> dict[str, Any]:
         """The table of batch 1."""
@@ -148,44 +162,47 @@ class Bench:
 
     def batch(self, rows: int, seconds: float, least: int, repeats: int) -> dict[str, Any]:
         """One line of the table of batches."""
-        before = self.step_times(rows, repeats)
-        samples = self.timed(self.arms(rows), rows, seconds, least)
-        after = self.step_times(rows, repeats)
-        step = {name: statistics.median(before[name] + after[name]) for name in before}
-        c, v = step["draft"] / step["plain"], step["verify"] / step["plain"]
+        taken: list[dict[str, list[float]]] = []
+        samples = self.timed(self.arms(rows), rows, seconds, least, lambda: taken.append(self.step_times(rows, repeats)))
+        step = {name: statistics.median(s for t in taken for s in t[name]) for name in taken[0]}
+        # A machine's speed drifts by more than what is asked here, so each turn has costs of its own, timed before and after it.
+        costs = [Costs.of({name: statistics.median(a[name] + b[name]) for name in a}) for a, b in itertools.pairwise(taken)]
         turns = list(zip(samples[PLAIN], samples[SPECULATIVE], strict=True))
         speedups = [fast.decode_rate / plain.decode_rate for plain, fast in turns]
         whole = [metrics(fast.traces) for _, fast in turns]
-        predictions = [predicted_speedup(m["tau"], m["draft_steps"] / m["rounds"], c, v) for m in whole]
+        predictions = [predicted_speedup(m["tau"], m["draft_steps"] / m["rounds"], c, v) for m, (c, v) in zip(whole, costs, strict=True)]
         busy = [(_while_all_rows(plain), _while_all_rows(fast)) for plain, fast in turns]
         generate = zip(samples[PLAIN], samples[DYNAMIC], strict=True)
         return {
-            "rows": rows, "step_s": step, "c": c, "v": v,
+            "rows": rows, "step_s": step, **dict(zip("cv", Costs.of(step), strict=True)),
             "tokens_per_s": {name: quartiles([r.decode_rate for r in runs]) for name, runs in samples.items()},
             "end_to_end_tokens_per_s": {name: quartiles([r.wall_rate for r in runs]) for name, runs in samples.items()},
             "plain_over_generate": quartiles([ours.decode_rate / theirs.decode_rate for ours, theirs in generate]),
             "tau": quartiles([m["tau"] for m in whole]), "speedup": quartiles(speedups), "predicted": quartiles(predictions),
-            "measured_over_predicted": quartiles([p["token_s"] / f["token_s"] / predicted_speedup(f["tau"], f["steps"], c, v) for p, f in busy]),
+            "measured_over_predicted": quartiles([p["token_s"] / f["token_s"] / predicted_speedup(f["tau"], f["steps"], c, v)
+                                                  for (p, f), (c, v) in zip(busy, costs, strict=True)]),
             "measured_over_predicted_whole_texts": quartiles([s / p for s, p in zip(speedups, predictions, strict=True)]),
             "same_text": same_text(samples),
         }  # fmt: skip
 
     @torch.inference_mode()
     def step_times(self, rows: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds of a plain step, a draft step and a verify pass of ``rows`` rows, half-way through the texts, in turns."""
+        """Seconds of a plain step, a verify pass and a draft step (mean over a block) of ``rows`` rows, half-way through the texts, in turns."""
         target, draft = self.networks
         middle, width = len(self.prompts[0]) + self.pair.new_tokens // 2, self.pair.gamma + 1
         uneven = [middle - row % width for row in range(rows)]
-        tasks = {"plain": _step(target, [middle] * rows, 1), "draft": _step(draft, uneven, 1), "verify": _step(target, uneven, width)}
+        tasks = {"plain": _step(target, [middle] * rows, 1), "verify": _step(target, uneven, width), "draft": _step(draft, uneven, 1)}
         sync = torch.cuda.synchronize if target.device.type == "cuda" else (lambda: None)
         taken: dict[str, list[float]] = {name: [] for name in tasks}
         for repeat in range(-1, repeats):
             for name, task in tasks.items():
+                calls = self.pair.gamma if name == "draft" else 1
                 started = time.perf_counter()
-                task()
+                for _ in range(calls):
+                    task()
                 sync()
                 if repeat >= 0:  # the first turn warms up
-                    taken[name].append(time.perf_counter() - started)
+                    taken[name].append((time.perf_counter() - started) / calls)
         return taken
 
     def differences(self, samples: Samples) -> dict[str, list[int]]:
@@ -239,7 +256,7 @@ def run_pair(pair: Pair, dtype: str, device: str, quick: bool, report: dict[str,
             report["pairs"].append(entry)
         if kind == dtype:
             sizes = (1, 2) if quick else (1, 4, 16)
-            entry["batches"] = [bench.batch(rows, pair.seconds / len(sizes), 1 if quick else 2, 2 if quick else 8) for rows in sizes]
+            entry["batches"] = [bench.batch(rows, pair.seconds / len(sizes), 1 if quick else 3, 1 if quick else 3) for rows in sizes]
             show_batches(entry)
         if kind == "float32":
             report["identical_in_float32"][pair.name] = bench.differences(samples)

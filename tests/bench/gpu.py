@@ -73,7 +73,7 @@ def pair(name: str, layers: int, target: Network, repeats: int) -> dict[str, Any
     spread = {arm: [min(r), max(r)] for arm, ms in found.items() if (r := [m["tokens_per_s"] for m in ms])}
     costs = measure_costs(target, {"draft": draft}, PROMPT + NEW // 2, GAMMA, backend="graphs")
     last = found["speculative"][-1]
-    predicted = predicted_speedup(last["tau"], last["draft_steps"] / last["rounds"], costs.c("draft"), costs.v(GAMMA + 1))
+    predicted = predicted_speedup(last["tau"], last["draft_steps"] / last["rounds"], costs.c("draft", GAMMA), costs.v(GAMMA + 1))
     speedup = statistics.median(f["tokens_per_s"] / p["tokens_per_s"] for f, p in zip(found["speculative"], found["plain"], strict=True))
     limit = peak()
     return {

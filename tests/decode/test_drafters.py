@@ -69,11 +69,11 @@ def test_adaptive_gamma_forgets_and_probes():
 
 def test_adaptive_gamma_and_confidence_are_recorded(target):
     costs = measure_costs(Network(target), {"draft": Network(noised(target, 0.3))}, 8, 3, repeats=3)
-    policy = AdaptiveGamma(costs.c("draft"), costs.v_by_gamma(), 3)
+    policy = AdaptiveGamma(costs.c_by_gamma("draft", 3), costs.v_by_gamma(), 3)
     drafter = ModelDrafter(Network(noised(target, 0.3)), 1, policy=policy, min_confidence=0.25)
     engine = Decoder(Network(target), drafter).run([Request([1, 2, 3], 20)])[0].engine
     assert engine["drafter"]["policy"] == "adaptive" and engine["drafter"]["min_confidence"] == 0.25 and engine["gamma"] == 3
-    assert engine["drafter"]["c"] == costs.c("draft") and engine["backend"] == "eager"
+    assert engine["drafter"]["c"] == costs.c_by_gamma("draft", 3) and engine["backend"] == "eager"
 
 
 def test_an_unsure_draft_proposes_less(target):

@@ -463,11 +463,13 @@ def test_a_score_states_every_setting_and_nothing_leaks_in(target):
     """Its JSON names what the figures depend on, and a model's own generation config samples nothing greedy (vllm#33497)."""
     import json
 
-    from draftstill.evaluate import scoring
+    from draftstill.evaluate.about import conditions as stated
+    from draftstill.evaluate.assembling import Found
     from draftstill.recipe import Corpus, Recipe, Target
 
     recipe = Recipe(run_dir=".", target=Target(source="."), corpus=Corpus(source="."))
-    made = scoring._conditions(recipe, [], {0.0: [{"other_cores": 0.0, "arms": {"plain": {"engine": {"backend": "eager"}}}}]})
+    cell = {"arm": "plain", "other_cores": 0.0, "trace": {"engine": {"backend": "eager"}}}
+    made = stated(recipe, [Found("own", 0.0, [], [], {}, [{("plain", 0): cell}])], 0.0, 4)
     wanted = {
         "rows",
         "backend",
@@ -488,7 +490,7 @@ def test_a_score_states_every_setting_and_nothing_leaks_in(target):
     for conditions in (made, sample):
         assert wanted <= set(conditions) and None not in [conditions[k] for k in wanted]
         assert {"python", "torch", "transformers", "draftstill"} <= set(conditions["versions"])
-    assert made["temperatures"] and scoring._sampling(recipe, 0.0).greedy
+    assert made["temperatures"]
     model, prompt = make_model(), prompt_of(7)
     model.generation_config.update(do_sample=True, temperature=0.6, top_k=3, top_p=0.5, repetition_penalty=2.0, max_new_tokens=2)
     for made in (decoder(model), decoder(model, ModelDrafter(Network(model), 3))):

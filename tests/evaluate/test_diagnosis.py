@@ -214,7 +214,7 @@ def advised(found: dict[str, Any], conditions: Conditions) -> list[str]:
     (0.70, 0.10, {"full": 0.2}, "a longer draft context", "more head tokens"),
 ])  # fmt: skip
 def test_advice(alpha: float, c: float, extra: dict[str, Any], want: str, never: str | None) -> None:
-    told = advised(found_at(alpha, **extra), Conditions(c, FLAT, speeds(alpha, c)))
+    told = advised(found_at(alpha, **extra), Conditions(dict.fromkeys(FLAT, c), FLAT, speeds(alpha, c)))
     assert want in told and never not in told
     if want == "do not speculate":
         assert told[0] == want
@@ -222,26 +222,26 @@ def test_advice(alpha: float, c: float, extra: dict[str, Any], want: str, never:
 
 def test_the_gamma_in_use_is_not_advised_against_when_it_is_the_best() -> None:
     best = {1: 1.2, 2: 1.4, GAMMA: 1.5, 4: 1.51}
-    assert "another gamma" not in advised(found_at(0.7), Conditions(0.1, FLAT, best)), "1 % is noise"
-    assert "another gamma" in advised(found_at(0.7), Conditions(0.1, FLAT, {**best, 2: 1.56}))
+    assert "another gamma" not in advised(found_at(0.7), Conditions(dict.fromkeys(FLAT, 0.1), FLAT, best)), "1 % is noise"
+    assert "another gamma" in advised(found_at(0.7), Conditions(dict.fromkeys(FLAT, 0.1), FLAT, {**best, 2: 1.56}))
 
 
 def test_more_data_needs_a_sign_that_it_helps() -> None:
-    flat = Conditions(0.02, FLAT, speeds(0.5, 0.02), curve=[0.4, 0.5, 0.5, 0.5, 0.5, 0.5])
+    flat = Conditions(dict.fromkeys(FLAT, 0.02), FLAT, speeds(0.5, 0.02), curve=[0.4, 0.5, 0.5, 0.5, 0.5, 0.5])
     assert "more data" not in advised(found_at(0.5, sure=0.1), flat)
-    rising = Conditions(0.02, FLAT, speeds(0.5, 0.02), curve=[0.40, 0.44, 0.46, 0.48, 0.49, 0.50])
+    rising = Conditions(dict.fromkeys(FLAT, 0.02), FLAT, speeds(0.5, 0.02), curve=[0.40, 0.44, 0.46, 0.48, 0.49, 0.50])
     assert "more data" in advised(found_at(0.5, sure=0.1), rising)
     told = advise(found_at(0.5, sure=0.1, domains={"own": 0.55, "biology": 0.40}), flat)[0]
     assert told["what"] == "more data" and told["figures"]["domains_behind"] == ["biology"] and "biology" in told["because"]
 
 
 def test_a_perfect_draft_that_cannot_pay_is_told_apart_from_a_poor_one() -> None:
-    dear = advise(found_at(0.9), Conditions(1.0, FLAT, {3: 0.9}))[0]
+    dear = advise(found_at(0.9), Conditions(dict.fromkeys(FLAT, 1.0), FLAT, {3: 0.9}))[0]
     assert dear["what"] == "do not speculate" and "even a perfect draft" in dear["because"]
-    poor = advise(found_at(0.1), Conditions(0.2, FLAT, {3: 0.7}))[0]
+    poor = advise(found_at(0.1), Conditions(dict.fromkeys(FLAT, 0.2), FLAT, {3: 0.7}))[0]
     assert poor["what"] == "do not speculate" and "perfect" not in poor["because"]
 
 
 def test_without_conditions_there_is_no_advice() -> None:
     assert diagnose([made([" x"] * 9, [0.5] * 9)], GAMMA)["advice"] == []
-    assert diagnose([made([" x"] * 9, [0.5] * 9)], GAMMA, Conditions(0.1, FLAT, {3: 1.2}))["advice"]
+    assert diagnose([made([" x"] * 9, [0.5] * 9)], GAMMA, Conditions(dict.fromkeys(FLAT, 0.1), FLAT, {3: 1.2}))["advice"]
