@@ -23,6 +23,8 @@ class Judged:
     """Proposed tokens that the target looked at: the accepted ones, and the first rejected one."""
     idle: int = 0
     """Rounds since the last proposal."""
+    probes: int = 0
+    """Proposals in a row that were made only to see whether drafting pays again."""
 
 
 class GammaPolicy(Protocol):
@@ -65,7 +67,8 @@ class AdaptiveGamma:
         most: largest gamma; every 1 .. most needs an entry in ``v``.
         prior_alpha, prior_weight: the estimate before anything is known, and how many judged tokens it counts for.
         half_life: judged tokens after which older ones count half.
-        probe_every: idle rounds after which one token is proposed all the same, or the estimate could never recover.
+        probe_every: idle rounds after which one token is proposed all the same, or the estimate could never recover;
+            ever more seldom as long as that changes nothing.
     """
 
     c: float | Mapping[int, float]
@@ -85,10 +88,10 @@ class AdaptiveGamma:
 
     def choose(self, history: Judged) -> int:
         best, _ = best_gamma(self.alpha(history), self.c, self.v, self.most)
-        return 1 if best == 0 and self.most and history.idle >= self.probe_every else best
+        return _or_probe(best, self.most, history, self.probe_every)
 
     def learn(self, history: Judged, proposed: int, accepted: int) -> None:
-        history.idle = 0 if proposed else history.idle + 1
+        _wait(history, proposed)
         judged = accepted + (accepted < proposed)
         fade = 0.5 ** (judged / self.half_life)
         history.accepted, history.judged = history.accepted * fade + accepted, history.judged * fade + judged
@@ -110,7 +113,10 @@ class GoodputGamma:
         rows: rows side by side.
         prior_alpha, prior_weight: the estimate before anything is judged, and for how many judged tokens it counts.
         half_life: judged tokens after which older ones count half.
-        probe_every: rounds without a draft after which one token is proposed all the same.
+        probe_every: rounds without a draft after which one token is proposed all the same; ever more seldom as long as that changes
+            nothing.
+        margin: predicted speed-up from which on it drafts at all: costs and alpha are known to a few percent, and a gain of less is as
+            likely a loss.
     """
 
     c: float | Mapping[int, float]
@@ -121,7 +127,10 @@ class GoodputGamma:
     prior_weight: float = 256.0
     half_life: float = 2048.0
     probe_every: int = 128
+    margin: float = 1.02
     shared: Judged = field(default_factory=Judged)
+    _known: tuple[float, int] = field(default=(-1.0, 0), init=False, repr=False)
+    """An alpha, and the gamma that is best at it."""
 
     def __post_init__(self) -> None:
         _check(self.most, self.c, self.v)
@@ -132,19 +141,46 @@ class GoodputGamma:
         return (self.shared.accepted + self.prior_alpha * self.prior_weight) / (self.shared.judged + self.prior_weight)
 
     def choose(self, history: Judged) -> int:
-        best, _ = best_gamma(self.alpha, self.c, self.v, self.most)
-        # Idle is counted by row, so that all rows of a round probe together.
-        return 1 if best == 0 and self.most and self.shared.idle >= self.probe_every * self.rows else best
+        # Idle rounds are counted by row, so that all rows of a round probe together.
+        return _or_probe(self._best(), self.most, self.shared, self.probe_every * self.rows)
+
+    def _best(self) -> int:
+        """Found once for all rows, and for as long as nothing is judged."""
+        if self._known[0] != self.alpha:
+            gamma, speed = best_gamma(self.alpha, self.c, self.v, self.most)
+            self._known = self.alpha, gamma if speed > self.margin else 0
+        return self._known[1]
 
     def learn(self, history: Judged, proposed: int, accepted: int) -> None:
         mine = self.shared
-        mine.idle = 0 if proposed else mine.idle + 1
+        _wait(mine, proposed)
         judged = accepted + (accepted < proposed)
         fade = 0.5 ** (judged / self.half_life)
         mine.accepted, mine.judged = mine.accepted * fade + accepted, mine.judged * fade + judged
 
     def describe(self) -> dict[str, object]:
-        return {"policy": "goodput", "gamma": self.most, "rows": self.rows, "c": _told(self.c), "v": dict(self.v)}
+        return {"policy": "goodput", "gamma": self.most, "rows": self.rows, "margin": self.margin, "c": _told(self.c), "v": dict(self.v)}
+
+
+_DOUBLINGS = 4
+"""Of the idle rounds between probes: 16 times as many at most."""
+
+
+def _or_probe(best: int, most: int, history: Judged, every: int) -> int:
+    """The best gamma; where that is 0, one token after ``every`` idle rounds, and after twice as many for each probe before it that changed
+    nothing: a probing draft has to read all it missed."""
+    if best:
+        history.probes = 0
+        return best
+    return int(most > 0 and history.idle >= every << min(history.probes, _DOUBLINGS))
+
+
+def _wait(history: Judged, proposed: int) -> None:
+    """Count idle rounds, and the probes that ended them."""
+    if not proposed:
+        history.idle += 1
+    elif history.idle:
+        history.idle, history.probes = 0, history.probes + 1
 
 
 def _check(most: int, c: float | Mapping[int, float], v: Mapping[int, float]) -> None:

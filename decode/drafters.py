@@ -5,6 +5,7 @@ Shape suffixes: B rows, G proposed tokens, V vocabulary, K kept ids.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal
 from draftstill.decode.adaptive import FixedGamma, GammaPolicy, Judged
-from draftstill.decode.network import Network, StaticCache, prefill
+from draftstill.decode.network import Network, StaticCache, batches, prefill
 from draftstill.decode.round import draft_block
 from draftstill.decode.sampling import Law, Sampling, Text
 from draftstill.decode.trace import Round
@@ -110,7 +111,7 @@ class ModelDrafter:
     """
 
     _CATCH_UP = 8
-    """Unread tokens beyond this are fed row by row first; all rows then share one narrow forward."""
+    """Unread tokens beyond this are read beforehand; all rows then share one narrow forward."""
 
     def __init__(self, network: Network, gamma: int, *, policy: GammaPolicy | None = None, min_confidence: float = 0.0) -> None:
         self.network, self.policy = network, policy or FixedGamma(gamma)
@@ -130,20 +131,30 @@ class ModelDrafter:
         assert self.cache is not None
         if self.network.encoder:
             self.network.read(self.cache, first, [r.source for r in rows])
-        # A text that fills the draft's context is never drafted for, so nothing of it is read.
-        texts = [r.tokens[:-1] if len(r.tokens) <= self.network.max_positions else [] for r in rows]
+        # A text that fills the draft's context is never drafted for, so nothing of it is read; nor yet one that the policy leaves alone.
+        reads = [len(r.tokens) <= self.network.max_positions and self.policy.choose(r.history) > 0 for r in rows]
+        texts = [r.tokens[:-1] if now else [] for r, now in zip(rows, reads, strict=True)]
         prefill(self.network, self.cache, first, texts)
         for row, text in zip(rows, texts, strict=True):
             row.draft_length = len(text)
 
     def catch_up(self, slot: int, row: Row, unread: int) -> None:
         """If more than so many tokens are not in the cache yet, read all but the last."""
+        if len(row.tokens) - row.draft_length > unread:
+            self._read(slot, [row])
+
+    def _read(self, first: int, rows: Sequence[Row]) -> None:
+        """All but the last token of the rows in these neighbouring slots, together."""
         assert self.cache is not None
-        upto = len(row.tokens) - 1
-        if upto + 1 - row.draft_length > unread:
-            ids = torch.tensor([row.tokens[row.draft_length : upto]], device=self.network.device)
-            self.network.forward(ids, self.cache.view(slot, 1), [row.draft_length])
-            row.draft_length = upto
+        for at, group, width in batches([r.tokens[r.draft_length : -1] for r in rows]):
+            some = rows[at : at + len(group)]
+            # A row that missed less begins further back, on what it has read: behind its end there may be no room for padding.
+            starts = [max(0, len(r.tokens) - 1 - width) for r in some]
+            known = [r.tokens[s : min(s + width, len(r.tokens) - 1)] for r, s in zip(some, starts, strict=True)]
+            ids = torch.tensor([k + [0] * (width - len(k)) for k in known], device=self.network.device)
+            self.network.forward(ids, self.cache.view(first + at, len(some)), starts)
+            for row in some:
+                row.draft_length = len(row.tokens) - 1
 
     def move(self, source: int, to: int, row: Row) -> None:
         assert self.cache is not None
@@ -169,9 +180,14 @@ class ModelDrafter:
         steps, self.steps = max(counts), 0
         if steps == 0:
             return Offer(None, asked, 0)
-        for slot, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if count:
-                self.catch_up(slot, row, self._CATCH_UP)
+        behind = [
+            s
+            for s, (row, count) in enumerate(zip(rows, counts, strict=True))
+            if count and len(row.tokens) - row.draft_length > self._CATCH_UP
+        ]
+        for _, run in itertools.groupby(enumerate(behind), lambda place: place[1] - place[0]):
+            slots = [slot for _, slot in run]
+            self._read(slots[0], rows[slots[0] : slots[-1] + 1])
         # A row that does not propose rides along on padding: what it writes lies past its draft_length, so it is garbage.
         pending = [r.tokens[r.draft_length :] if c else [0] for r, c in zip(rows, counts, strict=True)]
         width = max(map(len, pending))

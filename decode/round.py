@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftstill.decode.acceptance import Proposal, accept_greedy, accept_sampled
 from draftstill.decode.network import Network, StaticCache
-from draftstill.decode.sampling import Law, Text, draw
+from draftstill.decode.sampling import Law, Text, argmax, draw
 
 Starts = Sequence[int] | Tensor
 
@@ -62,7 +62,7 @@ def draft_block(network: Network, cache: StaticCache, ids_BW: Tensor, starts: St
                 break
         scores_B1K = law.scores(logits_BK[:, None], None if text is None else replace(text, length_B=text.length_B + i))
         if law.greedy:
-            picked_B = scores_B1K[:, 0].argmax(-1)
+            picked_B = argmax(scores_B1K[:, 0])
         else:
             assert u_BG is not None
             q_BK = law.probabilities(scores_B1K)[:, 0]
@@ -99,17 +99,17 @@ def accept(
     """
     rows = torch.arange(len(scores_BG1V), device=scores_BG1V.device)
     if law.greedy and (proposal is None or simulate is None):
-        best_BG1 = scores_BG1V.argmax(-1)
+        best_BG1 = argmax(scores_BG1V)
         return (torch.zeros_like(best_BG1[:, 0]), best_BG1[:, 0]) if proposal is None else accept_greedy(best_BG1, proposal)
     assert u_BG1 is not None
     if proposal is None:
-        return torch.zeros_like(rows), draw(law.probabilities(scores_BG1V[:, :1])[:, 0], u_BG1[:, -1])
+        return torch.zeros_like(rows), law.pick(law.probabilities(scores_BG1V[:, :1])[:, 0], u_BG1[:, -1])
     if simulate is not None:
         G = proposal.tokens_BG.shape[1]
         real_BG = torch.arange(G, device=rows.device) < proposal.counts_B[:, None]
         accepted_B = ((u_BG1[:, :G] < simulate) & real_BG).long().cumprod(1).sum(1)
         scores_BV = scores_BG1V[rows, accepted_B]
-        return accepted_B, scores_BV.argmax(-1) if law.greedy else draw(law.probabilities(scores_BV[:, None])[:, 0], u_BG1[:, -1])
+        return accepted_B, scores_BV.argmax(-1) if law.greedy else law.pick(law.probabilities(scores_BV[:, None])[:, 0], u_BG1[:, -1])
     p_BG1V = law.probabilities(scores_BG1V)
     accepted_B, rest_BV = accept_sampled(p_BG1V, proposal, u_BG1[:, : p_BG1V.shape[1] - 1])
-    return accepted_B, draw(rest_BV, u_BG1[:, -1])
+    return accepted_B, law.pick(rest_BV, u_BG1[:, -1])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from draftstill.decode.processors import Numbers, Text, one_hot, over, repeated, seen, warped
+from draftstill.decode.steady import draw_steadily
 from draftstill.errors import DraftstillError
 
-__all__ = ["Law", "Sampling", "Text", "draw", "probabilities", "uniforms"]
+__all__ = ["Law", "Sampling", "Text", "argmax", "draw", "probabilities", "uniforms"]
 
 _TEXT = frozenset({"repetition_penalty", "no_repeat_ngram", "min_new_tokens"})
 
@@ -97,12 +98,14 @@ class Law:
         features: settings that some row uses, by name: they decide which operations run.
         greedy: no row samples; argmax of the scores is then all there is to do.
         needs_text: ``scores`` must be told the text.
+        steady: ``pick`` draws so that the rounding of the law hardly ever gives another token; it takes longer.
         uniform: the one sampling of all rows, computed with plain numbers; None in the form that has one number per row.
     """
 
     def __init__(self, samplings: Sequence[Sampling], vocab: int, device: torch.device | str, eos: Iterable[int], ids_K: Tensor | None,
-                 packed: bool, features: Iterable[str], longest_ngram: int, largest_top_k: int | None) -> None:  # fmt: skip
+                 packed: bool, features: Iterable[str], longest_ngram: int, largest_top_k: int | None, steady: bool) -> None:  # fmt: skip
         first = samplings[0]
+        self.steady = steady
         self.uniform = first if not packed and all(s == first for s in samplings) else None
         spare = features if self.uniform is None else ()
         self.features: frozenset[str] = frozenset(spare).union(*(s.features for s in samplings))
@@ -130,7 +133,7 @@ class Law:
     @classmethod
     def of(cls, samplings: Sequence[Sampling], *, vocab: int, device: torch.device | str, eos: Iterable[int] = (),
            ids_K: Tensor | None = None, packed: bool = False, features: Iterable[str] = (), longest_ngram: int = 0,
-           largest_top_k: int | None = None) -> Law:  # fmt: skip
+           largest_top_k: int | None = None, steady: bool = False) -> Law:  # fmt: skip
         """
         Args:
             samplings: one per row.
@@ -140,11 +143,12 @@ class Law:
             packed: one number per row even if all rows are alike, so that ``set`` can change them.
             features, longest_ngram, largest_top_k: what ``set`` may bring beyond what the samplings use. None is any top_k if packed,
                 at the price of a sort.
+            steady: see the class.
 
         Raises:
             DraftstillError: a biased id lies outside the vocabulary.
         """
-        return cls(samplings, vocab, device, eos, ids_K, packed, features, longest_ngram, largest_top_k)
+        return cls(samplings, vocab, device, eos, ids_K, packed, features, longest_ngram, largest_top_k, steady)
 
     def fits(self, sampling: Sampling) -> bool:
         """Whether ``set`` can take it: the operations it needs are there."""
@@ -161,6 +165,10 @@ class Law:
             getattr(self._numbers, f.name)[row] = getattr(new, f.name)
         if self._bias is not None:
             self._bias[row, 0] = bias_C
+
+    def pick(self, weights_NV: Tensor, u_N: Tensor) -> Tensor:
+        """The token that a text goes on with; see ``draw``."""
+        return (draw_steadily if self.steady else draw)(weights_NV, u_N)
 
     def rows(self, select: slice) -> Law:
         """The law of some rows; shares memory, so that ``set`` on either is seen by both."""
@@ -246,6 +254,20 @@ def draw(weights_NV: Tensor, u_N: Tensor) -> Tensor:
     # u * total can round up to total: the last id with weight is then the right one.
     last = torch.searchsorted(cdf, total)
     return torch.minimum(picked, last).squeeze(-1)
+
+
+_WIDE, _BLOCK = 1 << 14, 128
+"""Columns from which on ``argmax`` goes by blocks on a CPU: 49,152 take .02 ms instead of .05, and 80 rows of them .24 instead of 1.7."""
+
+
+def argmax(z: Tensor) -> Tensor:
+    """The first largest entry along the last dimension, as ``torch.argmax``; on a CPU by blocks, since only amax is vectorised there."""
+    if z.is_cuda or z.shape[-1] < _WIDE or z.shape[-1] % _BLOCK:
+        return z.argmax(-1)
+    blocks = z.unflatten(-1, (-1, _BLOCK))
+    best = blocks.amax(-1).argmax(-1, keepdim=True)
+    inside = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK)).squeeze(-2).argmax(-1)
+    return best.squeeze(-1) * _BLOCK + inside
 
 
 def uniforms(generator: torch.Generator, count: int) -> Tensor:

@@ -70,7 +70,13 @@ def measure(target: Network, draft: Network, acceptance: float, *, gamma: int = 
         runs.append([metrics(d.run(requests)) for d in decoders])
     runs = runs[1:]
     costs = measure_costs(
-        target, {"draft": draft}, prompt_tokens + new_tokens // 2, max(gamma, most_gamma), rows=rows, backend=decoders[1].backend
+        target,
+        {"draft": draft},
+        prompt_tokens + new_tokens // 2,
+        max(gamma, most_gamma),
+        rows=rows,
+        backend=decoders[1].backend,
+        sampling=sampling,
     )
     rates = [[m["tokens_per_s"] for m in pair] for pair in runs]
     ratios = [fast / slow for slow, fast in rates]

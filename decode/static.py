@@ -124,7 +124,7 @@ class StaticRounds(DeviceRound):
         """Laws of the run: one for all where its requests agree, else one law per slot whose settings change in place."""
         target, kept = self.decoder.target, self.proposal.ids_K
         distinct = list(dict.fromkeys(samplings))
-        options: dict[str, Any] = {"vocab": target.vocab, "device": self.device, "eos": self.decoder.eos}
+        options: dict[str, Any] = {"vocab": target.vocab, "device": self.device, "eos": self.decoder.eos, "steady": self.decoder.steady}
         key: Any = distinct[0]
         if distinct != [self.decoder.sampling]:
             # What the operations depend on, rounded up; all else is a number per slot, so that other numbers need no other programs.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftstill.decode.trace import Trace, metrics
 from draftstill.errors import DraftstillError
+
+if TYPE_CHECKING:
+    from draftstill.decode.sampling import Sampling
 
 STYLE = {"accepted": ("32", ""), "corrected": ("31", "~"), "bonus": ("36", "+"), "plain": ("", "")}
 """Kind of token: terminal colour, and the mark set before it, so that colour is not needed."""
@@ -43,7 +46,7 @@ def show(target: str, draft: str | None, prompts: str | Sequence[str], *, gamma:
         raise DraftstillError("random weights have nothing to say", key="--target", value=target, mend="add --simulate-acceptance 0.8")
     pair = open_pair(target, draft if gamma > 0 or adaptive else None, sha256=sha256)
     texts = [_ids(pair.tokenizer, p, chat) for p in prompts]
-    drafter = _drafter(pair, gamma, lookup, adaptive, min_confidence, max(map(len, texts)))
+    drafter = _drafter(pair, gamma, lookup, adaptive, min_confidence, max(map(len, texts)), law)
     decoder = Decoder(
         pair.target,
         drafter,
@@ -86,7 +89,7 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return list(ids)
 
 
-def _drafter(pair: Any, gamma: int, lookup: bool, adaptive: bool, min_confidence: float, context: int) -> Any:
+def _drafter(pair: Any, gamma: int, lookup: bool, adaptive: bool, min_confidence: float, context: int, law: Sampling) -> Any:
     from draftstill.decode.adaptive import AdaptiveGamma
     from draftstill.decode.costs import measure_costs
     from draftstill.decode.drafters import CompositeDrafter, ModelDrafter
@@ -99,7 +102,7 @@ def _drafter(pair: Any, gamma: int, lookup: bool, adaptive: bool, min_confidence
         return guesser
     policy = None
     if adaptive:
-        costs = measure_costs(pair.target, {"draft": pair.draft}, context, _MOST_ADAPTIVE)
+        costs = measure_costs(pair.target, {"draft": pair.draft}, context, _MOST_ADAPTIVE, sampling=law)
         policy = AdaptiveGamma(costs.c_by_gamma("draft", _MOST_ADAPTIVE), costs.v_by_gamma(), _MOST_ADAPTIVE)
     model = ModelDrafter(pair.draft, gamma, policy=policy, min_confidence=min_confidence)
     return model if guesser is None else CompositeDrafter(guesser, model)

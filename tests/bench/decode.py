@@ -17,9 +17,9 @@ How it measures:
 - A static cache in ``generate`` runs with disable_compile, and flashspec has no compiled path on a CPU (see ``peers.py``).
 - Batches: as many requests as rows. Measured over predicted = speed-up over plain / (tau / (s c + v)) while all rows are busy, with s
   draft steps per round. c (draft step) and v (verify) over a plain step are timed apart at the same batch size, before and after
-  each turn of the arms, since the machine's speed drifts; a draft step as the mean over a block behind a verify pass; drafts and
-  verifies at positions that differ by row, as they do in use. The JSON also holds the ratio over whole
-  texts, in which rows that end early leave the others a smaller batch. Assisted generation and flashspec's fast path take one row.
+  each turn of the arms, since the machine's speed drifts; each with the choice of its tokens; a draft step as the mean over a block
+  behind a verify pass; drafts and verifies at positions that differ by row, as they do in use. The JSON also holds the ratio over
+  whole texts, in which rows that end early leave the others a smaller batch. Assisted generation and flashspec take one row.
 - Losslessness: in float32 the texts of every arm are compared with those of our plain decoding, and the rows of every batch with
   plain decoding one by one. Any difference: exit code 1. In bfloat16 near-ties flip; the JSON counts them.
 """
@@ -219,7 +219,7 @@ def _step(network: Network, starts: list[int], tokens: int) -> Callable[[], obje
     rows = len(starts)
     cache = network.new_cache(rows, max(starts) + tokens)
     ids = torch.arange(rows * tokens, device=network.device).remainder(network.vocab).view(rows, tokens)
-    return lambda: network.logits(network.forward(ids, cache, starts))
+    return lambda: network.logits(network.forward(ids, cache, starts)).argmax(-1)
 
 
 def _while_all_rows(run: Run) -> dict[str, float]:

@@ -3,6 +3,9 @@
 trl 1.16.0 (``trl/kernels/chunked_divergence.py``) and liger-kernel 0.8.5 (``chunked_loss/jsd_loss.py``) come from .venv-bench. Without CUDA
 trl runs its own PyTorch twin of its kernels. Liger's chunked loss is plain PyTorch; here without torch.compile, which would need a C++
 compiler, and without its default half of cross-entropy. Its Triton kernels (``ops/fused_linear_jsd.py``) do not run on a CPU.
+
+In bfloat16 weights and hidden states stay float32, as they do in training, and only matrix products are bfloat16: ours by ``compute``, eager
+by autocast with its logits made float32 before the softmax, the others from bfloat16 copies that are part of their step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from draftstill.distill import Objective, Teacher, fused_loss
 
-OURS, EAGER, TRL, LIGER = "ours", "eager", "trl chunked", "liger chunked"
+OURS, EAGER, TRL, LIGER, PRODUCTS = "ours", "eager", "trl chunked", "liger chunked", "products alone"
 FORMS = ("recorded", "hidden")
 K = 64
 
@@ -27,6 +30,8 @@ class Shape:
     V: int
     H: int
     N: int
+    dtype: str = "float32"
+    """Of the matrix products."""
 
 
 @dataclass
@@ -38,9 +43,15 @@ class Inputs:
     truth_NH: Tensor
     target_VH: Tensor
     teacher: Teacher
+    dtype: torch.dtype
 
     def zero(self) -> None:
         self.hidden_NH.grad = self.head_VH.grad = None
+
+    def logits(self, hidden_NH: Tensor, head_VH: Tensor) -> Tensor:
+        """Whole and in float32."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return (hidden_NH @ head_VH.T).float()
 
 
 def inputs_of(shape: Shape, form: str) -> Inputs:
@@ -53,7 +64,7 @@ def inputs_of(shape: Shape, form: str) -> Inputs:
     if form == "recorded":
         parts = [_top(truth[at : at + 64], head) for at in range(0, shape.N, 64)]
         teacher = Teacher(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    return Inputs(hidden.requires_grad_(), head.requires_grad_(), truth, target, teacher)
+    return Inputs(hidden.requires_grad_(), head.requires_grad_(), truth, target, teacher, getattr(torch, shape.dtype))
 
 
 def _top(truth_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,13 +73,13 @@ def _top(truth_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ours(x: Inputs) -> Tensor:
-    return fused_loss(x.hidden_NH, x.head_VH, x.teacher, Objective("forward_kl"))[0]
+    return fused_loss(x.hidden_NH, x.head_VH, x.teacher, Objective("forward_kl"), compute=x.dtype)[0]
 
 
 def eager_recorded(x: Inputs) -> Tensor:
     """KL on K + 1 outcomes as one writes it with whole logits."""
     assert x.teacher.ids_NK is not None and x.teacher.p_NK is not None and x.teacher.tail_N is not None
-    lq = torch.log_softmax(x.hidden_NH @ x.head_VH.T, -1).gather(1, x.teacher.ids_NK)
+    lq = torch.log_softmax(x.logits(x.hidden_NH, x.head_VH), -1).gather(1, x.teacher.ids_NK)
     tail = torch.log1p(-lq.exp().sum(-1).clamp_max(1 - 1e-7))
     p, rest = x.teacher.p_NK, x.teacher.tail_N
     return (torch.xlogy(p, p) - p * lq).sum() + (torch.xlogy(rest, rest) - rest * tail).sum()
@@ -76,14 +87,26 @@ def eager_recorded(x: Inputs) -> Tensor:
 
 def eager_hidden(x: Inputs) -> Tensor:
     with torch.no_grad():
-        lp = torch.log_softmax(x.truth_NH @ x.target_VH.T, -1)
-    return F.kl_div(torch.log_softmax(x.hidden_NH @ x.head_VH.T, -1), lp, log_target=True, reduction="sum")
+        lp = torch.log_softmax(x.logits(x.truth_NH, x.target_VH), -1)
+    return F.kl_div(torch.log_softmax(x.logits(x.hidden_NH, x.head_VH), -1), lp, log_target=True, reduction="sum")
+
+
+@torch.no_grad()
+def products(x: Inputs) -> None:
+    """The matrix products of a step and nothing else: what no arm can be faster than."""
+    hidden, head = x.hidden_NH.to(x.dtype), x.head_VH.to(x.dtype)
+    if len(x.target_VH):
+        x.truth_NH.to(x.dtype) @ x.target_VH.to(x.dtype).T
+    z = hidden @ head.T
+    z @ head
+    z.T @ hidden
 
 
 def trl(x: Inputs) -> Tensor:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    return ChunkedDivergenceFunction.apply(x.hidden_NH, x.head_VH, None, x.truth_NH, x.target_VH, None, 0.0)[0].sum()
+    hidden, head, truth, target = (t.to(x.dtype) for t in (x.hidden_NH, x.head_VH, x.truth_NH, x.target_VH))
+    return ChunkedDivergenceFunction.apply(hidden, head, None, truth, target, None, 0.0)[0].sum()
 
 
 def liger(x: Inputs) -> Tensor:
@@ -91,7 +114,8 @@ def liger(x: Inputs) -> Tensor:
 
     loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=False)
     labels = torch.zeros(len(x.hidden_NH), dtype=torch.int64)
-    return loss(x.hidden_NH, x.head_VH, x.truth_NH, x.target_VH, labels) * len(labels)  # it takes the mean
+    hidden, head, truth, target = (t.to(x.dtype) for t in (x.hidden_NH, x.head_VH, x.truth_NH, x.target_VH))
+    return loss(hidden, head, truth, target, labels) * len(labels)  # it takes the mean
 
 
 def arms(form: str) -> dict[str, Callable[[Inputs], Tensor]]:

@@ -5,7 +5,8 @@ How it measures:
 - The recording is the demo's (``--run``, made or gone on with where it is not whole). Each draft starts from the same pruned layers; a seed decides the
   order of the training text and the sampled rest of a trimmed head, nothing else, so losses are paired by seed.
 - ``ce`` asks for the whole head; the others train as the recipe says, on a small head first. What is compared is the draft after the last step.
-- alpha (at temperature 1 and at the deployment's) and top-1 agreement: exact, on held-out text that the target wrote, whole head. tau: tokens per round
+- alpha and top-1 agreement: exact, on held-out text that the target wrote; at temperature 1 of the whole head, at the deployment's of the
+  ids that the recipe drafts from. tau: tokens per round
   of the decoder at gamma 4 and the deployment's temperature over the held-out prompts, from the head that the recipe drafts with.
 - Each (loss, seed) is a file under ``--out``; given again, the command goes on where it stopped.
 - Shown: mean over seeds, and the mean difference to ``lk`` with its range over seeds.

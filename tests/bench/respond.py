@@ -8,8 +8,8 @@ How it measures, on the demo's target (SmolLM2-135M-Instruct) in the dtype that 
   ``generate`` gets the same prompts in batches of as many rows, in its best order (sorted by length, so that it pads little), padded on the left, with
   its KV cache. Both run twice on the first prompts before the clock starts. Turns alternate, and so does who goes first.
 - Counted are written tokens up to EOS and no padding. Prompt reading is in the time of both.
-- Rows: in float32, each row of a window is compared with what a batch of one row gives at the same seed. A few part where a random number falls
-  within about 1e-6 of the border between two ids: the number of rows in a product moves the last bits of the law.
+- Rows: in float32, each row of a window is compared with what a batch of one row gives at the same seed. The number of
+  rows in a product moves the last bits of the law, so all can be equal only as far as the draw does not hang on them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,19 @@ from collections import Counter
 import pytest
 import torch
 
-from draftstill.decode import AdaptiveGamma, BigramDrafter, Decoder, ModelDrafter, Network, Request, bigram_table, measure_costs
+from draftstill.decode import (
+    AdaptiveGamma,
+    BigramDrafter,
+    Decoder,
+    GoodputGamma,
+    ModelDrafter,
+    Network,
+    Request,
+    Sampling,
+    bigram_table,
+    measure_costs,
+)
+from draftstill.decode import costs as costs_module
 from draftstill.decode.adaptive import Judged
 from draftstill.decode.stops import StopText
 from draftstill.decode.theory import best_gamma, expected_tokens
@@ -31,6 +43,41 @@ def test_a_bigram_that_is_right_is_accepted(target):
     trace = Decoder(Network(target), BigramDrafter(table, 3, torch.device("cpu"))).run([Request([5, 6], 40)])[0]
     assert trace.tokens == plain and sum(r.accepted for r in trace.rounds) > 0
     assert {r.kind for r in trace.rounds} <= {"bigram", "none"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_costs_hold_the_law_where_it_is_asked_for(target, temperature, monkeypatch):
+    """As many accepts as verify passes and as many draws as draft steps, whatever is timed; without a law neither."""
+    calls = Counter()
+    for name in ("accept", "draft_block", "verify"):
+        real = getattr(costs_module, name)
+        monkeypatch.setattr(costs_module, name, lambda *a, real=real, name=name, **k: calls.update([name]) or real(*a, **k))
+    pair = Network(target), {"a": Network(noised(target, 0.3)), "b": Network(noised(target, 0.2), head_ids=torch.arange(0, 90, 2))}
+    bare = measure_costs(*pair, 8, 3, repeats=2)
+    assert not calls and bare.sampling is None
+    law = Sampling(temperature, top_k=20, repetition_penalty=1.3)
+    found = measure_costs(*pair, 8, 3, repeats=2, rows=3, sampling=law)
+    rounds = 2 + 2
+    assert calls == {"verify": rounds * (4 + 2), "accept": rounds * (4 + 2), "draft_block": rounds * 2 * 4}
+    assert found.sampling["temperature"] == temperature and found.sampling["top_k"] == 20 and set(found.verify_s) == {"1", "2", "3", "4"}
+    assert all(s > 0 for times in (found.verify_s, found.first_s, found.draft_s) for s in times.values())
+    some = measure_costs(*pair, 8, 0, repeats=2, sampling=law, widths=[7, 3])
+    assert list(some.verify_s) == ["1", "3", "7"], "the plain step always"
+
+
+def test_every_step_holds_the_time_of_its_law(target, monkeypatch):
+    """A plain step its own draw, a verify pass one law for each of its tokens, a draft step one."""
+    import time
+
+    real = costs_module.Law.probabilities
+
+    def slow(self, scores):
+        time.sleep(0.003 * scores.shape[1])
+        return real(self, scores)
+
+    monkeypatch.setattr(costs_module.Law, "probabilities", slow)
+    found = measure_costs(Network(target), {"d": Network(noised(target, 0.3))}, 8, 3, repeats=2, sampling=Sampling(0.7))
+    assert all(found.verify_s[str(w)] >= 0.003 * w for w in range(1, 5)) and min(found.first_s["d"], found.draft_s["d"]) >= 0.003
 
 
 def history(accepted, judged):
@@ -74,6 +121,53 @@ def test_adaptive_gamma_and_confidence_are_recorded(target):
     engine = Decoder(Network(target), drafter).run([Request([1, 2, 3], 20)])[0].engine
     assert engine["drafter"]["policy"] == "adaptive" and engine["drafter"]["min_confidence"] == 0.25 and engine["gamma"] == 3
     assert engine["drafter"]["c"] == costs.c_by_gamma("draft", 3) and engine["backend"] == "eager"
+
+
+class OnceIn:
+    """Drafts two tokens after so many idle rounds."""
+
+    most = 2
+
+    def __init__(self, every):
+        self.every = every
+
+    def choose(self, history):
+        return 2 if history.idle >= self.every else 0
+
+    def learn(self, history, proposed, accepted):
+        history.idle = 0 if proposed else history.idle + 1
+
+    def describe(self):
+        return {"policy": "once in"}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_that_was_idle_catches_up(target, rows, temperature):
+    """Texts, and what is accepted, are those of a draft that read along all the time: prompts and texts of very different lengths."""
+    noisy = noised(target, 0.1)
+    requests = [Request(list(range(1, 2 + length)), new, seed=length) for length, new in ((3, 40), (50, 12), (9, 60), (30, 5), (2, 33))]
+    sampling = Sampling(temperature)
+    plain = Decoder(Network(target), sampling=sampling, rows=rows).run(requests)
+    lazy = Decoder(Network(target), ModelDrafter(Network(noisy), 2, policy=OnceIn(11)), sampling=sampling, rows=rows).run(requests)
+    alone = [Decoder(Network(target), ModelDrafter(Network(noisy), 2, policy=OnceIn(11)), sampling=sampling).run([r])[0] for r in requests]
+    count = lambda t: [(r.proposed, r.accepted) for r in t.rounds]  # noqa: E731
+    for mine, one, text in zip(lazy, alone, plain, strict=True):
+        assert mine.tokens == one.tokens and count(mine) == count(one), "a row does not depend on its neighbours"
+        assert temperature or mine.tokens == text.tokens
+    assert sum(r.accepted for t in lazy for r in t.rounds) > 5
+
+
+def test_an_idle_draft_reads_nothing_and_then_all_rows_together(target, monkeypatch):
+    draft = Network(noised(target, 0.1))
+    fed = []
+    real = draft.forward
+    monkeypatch.setattr(draft, "forward", lambda ids, *rest: fed.append(tuple(ids.shape)) or real(ids, *rest))
+    policy = GoodputGamma(0.1, {1: 5.0, 2: 5.0}, 2, rows=4, probe_every=20)
+    Decoder(Network(target), ModelDrafter(draft, 2, policy=policy), rows=4).run([Request([1 + n, 2, 3], 30, seed=n) for n in range(4)])
+    assert fed[0] == (4, 22) and len(fed) == 2 and fed[1][0] == 4, (
+        "one probe in 30 rounds: all that was missed in one forward, and one step"
+    )
 
 
 def test_an_unsure_draft_proposes_less(target):

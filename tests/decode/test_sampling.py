@@ -10,7 +10,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from draftstill.decode import CompositeDrafter, Decoder, LookupDrafter, ModelDrafter, Network, Request, Sampling
 from draftstill.decode.acceptance import Proposal, accept_sampled
-from draftstill.decode.sampling import draw, probabilities, uniforms
+from draftstill.decode.sampling import argmax, draw, probabilities, uniforms
+from draftstill.decode.steady import draw_steadily
 from tests.decode.conftest import make_model, noised
 
 SAMPLERS = [Sampling(0.5), Sampling(1.0), Sampling(0.7, top_k=4), Sampling(1.0, top_p=0.8), Sampling(1.3, top_k=6, top_p=0.9)]
@@ -37,6 +38,44 @@ def test_draw_follows_its_weights_and_skips_zeros():
     assert draw(weights * 1e-30, torch.tensor([0.0], dtype=torch.float64)).item() == 1
 
 
+@pytest.mark.parametrize("shape", [(3, 1 << 14), (2, 5, 49_152), (4, 50_000)])
+def test_argmax_is_the_first_largest(shape):
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # many equals
+    assert torch.equal(argmax(z), z.argmax(-1))
+    z.fill_(-torch.inf)
+    assert not argmax(z).any()
+    z[..., 777] = torch.nan
+    assert (argmax(z) == 777).all()
+
+
+@pytest.mark.parametrize(("columns", "zeros"), [(5, 1), (64, 10), (70, 40), (300, 0)])
+def test_a_steady_draw_follows_its_weights(columns, zeros):
+    """With all ids in the race, and with most of them behind it."""
+    g = torch.Generator().manual_seed(columns)
+    weights = torch.rand(1, columns, generator=g) ** 3
+    weights[0, torch.randperm(columns, generator=g)[:zeros]] = 0
+    u = uniforms(g, 200_000)
+    counts = sum(torch.bincount(draw_steadily(weights.expand(len(part), -1), part), minlength=columns) for part in u.split(20_000))
+    assert chi_squared(counts.numpy(), (weights[0].double() / weights.double().sum()).numpy()) > 1e-3
+    again = draw_steadily(weights.expand(1000, -1), u[:1000])
+    assert torch.equal(again, draw_steadily(weights.expand(1000, -1) * 3, u[:1000])), "only shares count"
+
+
+def test_a_steady_draw_gives_the_same_token_where_the_weights_differ_by_rounding():
+    """As logits of a row alone and of the same row in a batch do."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(49_152, generator=g) * 2.5
+    logits[torch.randperm(49_152, generator=g)[:40]] += 12
+    noisy = logits + 2e-6 * torch.randn(49_152, generator=g)
+    u = uniforms(g, 2_000)
+
+    def changed(draw):
+        one, two = (torch.cat([draw(z.softmax(-1).expand(100, -1), part) for part in u.split(100)]) for z in (logits, noisy))
+        return int((one != two).sum())
+
+    assert changed(draw) > 0 == changed(draw_steadily)
+
+
 def chi_squared(counts: np.ndarray, law: np.ndarray) -> float:
     """p-value; cells with fewer than 5 expected draws are pooled, impossible cells must be empty."""
     assert counts[law <= 0].sum() == 0, "an impossible outcome was drawn"
@@ -60,7 +99,7 @@ def two_token_law(model, prompt, sampling, vocab):
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
-@pytest.mark.parametrize("name", ["noised", "independent", "lookup", "composite", "trimmed", "composite_trimmed", "plain"])
+@pytest.mark.parametrize("name", ["noised", "independent", "lookup", "composite", "trimmed", "composite_trimmed", "plain", "steady"])
 def test_first_two_tokens_follow_the_target(name, sampling):
     vocab, prompt, draws = 12, [3, 1, 4, 1, 5, 3, 1], 2000
     target = make_model(vocab=vocab, sharp=3.0)
@@ -74,8 +113,9 @@ def test_first_two_tokens_follow_the_target(name, sampling):
         "trimmed": lambda: model(head_ids=kept),
         "composite_trimmed": lambda: CompositeDrafter(lookup, model(head_ids=kept)),
         "plain": lambda: None,
+        "steady": lambda: None,
     }.get(name, model)()
-    decoder = Decoder(Network(target), drafter, gamma=3, sampling=sampling, rows=500)
+    decoder = Decoder(Network(target), drafter, gamma=3, sampling=sampling, rows=500, steady=name == "steady")
     traces = decoder.run([Request(prompt, 3, seed=s) for s in range(draws)])
     counts = np.zeros((vocab, vocab))
     for t in traces:

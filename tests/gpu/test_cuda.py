@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftstill.decode import CompositeDrafter, Decoder, LookupDrafter, ModelDrafter, Network, Request, Sampling
-from draftstill.distill import Objective, Teacher, fused_loss
+from draftstill.distill import Objective, Teacher, fused, fused_loss
 from tests.decode.conftest import make_model, noised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -78,3 +78,41 @@ def test_the_fused_loss_equals_that_of_the_cpu():
         found[device] = loss.item(), h.grad.cpu(), w.grad.cpu()
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found["cuda"][1:], found["cpu"][1:], strict=True))
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "lk", "nla", "jsd"])
+@pytest.mark.parametrize("form", ["recorded", "hidden"])
+def test_the_gradient_of_bfloat16_products_is_summed_in_float32(form, name, monkeypatch):
+    """Block by block into one sum, in place; blocks of a few rows, so that there are many."""
+    g = torch.Generator().manual_seed(0)
+    V, H, N = 1024, 64, 200
+    head, truth, noise = (0.3 * torch.randn(rows, H, generator=g) for rows in (V, N, N))
+    p, ids = (truth @ head.T).softmax(-1).topk(64, -1)
+    wanted = gradients_of(truth + noise, head, form, truth, p, ids, name, "cpu", torch.float32)
+    monkeypatch.setattr(fused, "_CUDA_ELEMENTS", (16 * V, 4 * V))
+    small = gradients_of(truth + noise, head, form, truth, p, ids, name, "cuda", torch.bfloat16)
+    monkeypatch.undo()
+    large = gradients_of(truth + noise, head, form, truth, p, ids, name, "cuda", torch.bfloat16)
+    for a, b, c in zip(small, large, wanted, strict=True):
+        assert a.dtype == torch.float32 and (a - b).norm() < 1e-5 * b.norm() and (a - c).norm() < 0.05 * c.norm()
+
+
+def gradients_of(hidden, head, form, truth, p, ids, name, device, compute):
+    h, w = hidden.to(device).requires_grad_(), head.to(device).requires_grad_()
+    on = lambda x: x.to(device)  # noqa: E731
+    recorded = form == "recorded"
+    teacher = Teacher(on(ids), on(p), on(1 - p.sum(-1))) if recorded else Teacher(hidden_NH=on(truth), head_VH=on(head))
+    fused_loss(h, w, teacher, Objective(name), compute=compute)[0].backward()
+    return h.grad.cpu(), w.grad.cpu()
+
+
+@pytest.mark.parametrize("name", ["tvd", "nla", "lk"])
+def test_a_draft_that_equals_its_target_is_not_pushed(name):
+    g = torch.Generator().manual_seed(0)
+    truth, head = torch.randn(300, 64, generator=g).cuda(), (0.3 * torch.randn(5000, 64, generator=g)).cuda()
+    pushes = []
+    for hidden in (truth, truth + 0.3 * torch.randn(300, 64, generator=g).cuda()):
+        h = hidden.clone().requires_grad_()
+        fused_loss(h, head.requires_grad_(), Teacher(hidden_NH=truth, head_VH=head.detach()), Objective(name))[0].backward()
+        pushes.append(h.grad.norm().item())
+    assert pushes[0] < 1e-3 * pushes[1]
