@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from draftstill.distill.dialects import Answer, Ask
     from draftstill.distill.fused import STATS, Confidence, Objective, Teacher, fused_loss, fused_tokens
     from draftstill.distill.inspecting import inspect
+    from draftstill.distill.kernels import LOSS_TERMS
     from draftstill.distill.prompts import Prompt, cut_prompts, encode, seed_of
     from draftstill.distill.recorder import record
     from draftstill.distill.recording import Recorded, Recording
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "chat_turn": "chats",
-    "STATS": "fused", "Objective": "fused", "Teacher": "fused", "fused_loss": "fused", "Prompt": "prompts", "cut_prompts": "prompts",
+    "LOSS_TERMS": "kernels", "STATS": "fused", "Objective": "fused", "Teacher": "fused", "fused_loss": "fused", "Prompt": "prompts", "cut_prompts": "prompts",
     "encode": "prompts", "seed_of": "prompts", "Hidden": "scoring", "TopK": "scoring", "record": "recorder", "score_texts": "scoring", "Text": "sources",
     "Confidence": "fused", "fused_tokens": "fused", "largest_gaps": "weights", "prefix_confidence": "weights", "runs": "weights", "within": "weights",
     "Recorded": "recording", "Recording": "recording", "inspect": "inspecting", "read_responses": "responses", "respond": "responses",

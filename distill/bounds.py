@@ -62,11 +62,14 @@ def processed(p_NK: Tensor, mass_N: Tensor, sampling: Sampling) -> Tensor:
         mass_N = torch.where((p_NK > 0).sum(-1) >= sampling.top_k, 0.0, mass_N)
     law_NK = weight_NK / (weight_NK.sum(-1) + mass_N).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     if sampling.top_p < 1:
-        # An id stays if those before it hold less than top_p; where all kept ids together do not, ids of the tail stay, too.
+        # An id stays if those before it hold less than top_p; where all kept ids together do not, ids of the tail stay, too, up to one that is
+        # no more probable than the last kept one.
+        last_N = torch.where(law_NK > 0, law_NK, torch.inf).amin(-1)
         before_NK = law_NK.cumsum(-1) - law_NK
         law_NK = law_NK * (before_NK < sampling.top_p)
-        enough_N1 = (law_NK.sum(-1) >= sampling.top_p)[:, None]
-        law_NK = torch.where(enough_N1, law_NK / law_NK.sum(-1, keepdim=True), law_NK)
+        held_N = law_NK.sum(-1)
+        whole_N = torch.where(held_N >= sampling.top_p, held_N, (sampling.top_p + last_N).clamp_max(1.0))
+        law_NK = law_NK / whole_N[:, None]
     return law_NK
 
 

@@ -1,4 +1,4 @@
-"""Prompts from conversations: the turns up to the last assistant turn, as the target's chat template lays them out."""
+"""Prompts from conversations: all turns that came before the answer, as the target's chat template lays them out."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import Any
 
 from draftstill.corpus import Document
 from draftstill.distill.prompts import Prompt, Refusals, require_template, seed_of, templated
+from draftstill.readers import Unusable, text_of
 from draftstill.recipe import Respond
 
 _CHARS_PER_TOKEN = 64
 """A prompt with more characters per allowed token than this is not even tokenised: a row may have 10 MB."""
-
-
-class Unusable(ValueError):
-    """A conversation that makes no prompt; ``reason`` is what it is counted under."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
+_INSTRUCTING = ("system", "developer")
 
 
 def real_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, context: int | None,
@@ -45,9 +39,10 @@ def real_prompts(documents: Sequence[Document], count: int, settings: Respond, t
 
 def _prompt(document: Document, tokenizer: Any, longest: int) -> Prompt:
     turns = [chat_turn(m) for m in document.messages or ()]
-    last = max((i for i, m in enumerate(turns) if m["role"] == "assistant"), default=len(turns))
-    turns = turns[:last]
-    if not any(m["role"] != "system" and (m["content"].strip() or m.get("tool_calls")) for m in turns):
+    # The target answers in place of whoever answered last; where the log ends with a question, it answers that.
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not any(m["role"] not in _INSTRUCTING and (m["content"].strip() or m.get("tool_calls")) for m in turns):
         raise Unusable("nothing is asked", "no text before the assistant's last turn")
     fitting = [rest for rest in _shorter(turns) if sum(len(m["content"]) for m in rest) <= _CHARS_PER_TOKEN * longest]
     if not fitting:
@@ -66,27 +61,41 @@ def _prompt(document: Document, tokenizer: Any, longest: int) -> Prompt:
 
 def _shorter(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The turns, then without the oldest ones behind the system's: each rest begins with a user's turn, so that roles still alternate."""
-    head = turns[:1] if turns[0]["role"] in ("system", "developer") else []
+    head = turns[:1] if turns[0]["role"] in _INSTRUCTING else []
     starts = [i for i, m in enumerate(turns) if m["role"] == "user" and i > len(head)]
     return [turns, *([*head, *turns[i:]] for i in starts)]
 
 
 def chat_turn(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text for content, objects for the arguments of tool calls, no null keys. Raises ``Unusable``."""
+    """A message as templates expect it: text for content, calls as ``tool_calls`` with objects for their arguments, no null keys.
+
+    Raises:
+        Unusable: it has no role, or content that is not text.
+    """
     turn = {key: value for key, value in message.items() if value is not None}
     if not isinstance(turn.get("role"), str):
         raise Unusable("a turn without a role")
-    content = turn.get("content", "")
-    if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type", "text") != "text" for part in content):
-            raise Unusable("content that is not text", f"in a turn of the role {turn['role']!r}")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise Unusable("content that is not text", f"{type(content).__name__} in a turn of the role {turn['role']!r}")
-    turn["content"] = content
+    try:
+        turn["content"] = text_of(turn.get("content"))
+    except Unusable as why:
+        raise Unusable("content that is not text", f"{why.detail}, in a turn of the role {turn['role']!r}") from None
+    turn = _as_tools(turn)
     if isinstance(turn.get("tool_calls"), list):
         turn["tool_calls"] = [_call(call) for call in turn["tool_calls"]]
     return turn
+
+
+def _as_tools(turn: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's first form of calls (one ``function_call``, answered by the role ``function``) in its later one. There a call has an id, by which
+    its answer names it; here both have the function's name."""
+    if turn["role"] == "function":
+        named = {"tool_call_id": f"call_{turn['name']}"} if isinstance(turn.get("name"), str) else {}
+        return {**named, **turn, "role": "tool"}
+    call = turn.get("function_call")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return turn
+    calls = turn.get("tool_calls") or [{"id": f"call_{call['name']}", "type": "function", "function": call}]
+    return {**{key: value for key, value in turn.items() if key != "function_call"}, "tool_calls": calls}
 
 
 def _call(call: Any) -> Any:
@@ -96,7 +105,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from draftstill.errors import DraftstillError
 
 Kind = Literal["vllm", "sglang", "llama.cpp", "openai"]
 Api = Literal["completions", "chat"]
+_OF_A_TURN = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CHAIN = ["temperature", "top_k", "top_p", "min_p"]
 """llama.cpp's own order ends with the temperature: top-p would then cut another law than everywhere else."""
 
@@ -85,14 +87,35 @@ def _chat(kind: Kind, model: str, ask: Ask, key: str) -> dict[str, Any]:
     if not ask.messages:
         raise DraftstillError("this prompt has no messages to send", key=f"{key}.api", value="chat",
                               mend="set respond.chat_template: true, or api: completions")  # fmt: skip
-    body: dict[str, Any] = {"model": model, "messages": list(ask.messages), "max_tokens": ask.max_new_tokens, **ask.seed32}
+    messages = [_sent(message, known_only=kind == "openai") for message in ask.messages]
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": ask.max_new_tokens, **ask.seed32}
     if kind == "openai":
         body |= _plain(ask, key)
     elif kind == "llama.cpp":
         body |= {**ask.sampler, "repeat_penalty": 1.0, "samplers": _CHAIN}
     else:
         body |= {**ask.sampler, "repetition_penalty": 1.0} | ({"top_k": ask.top_k or -1} if kind == "sglang" else {})
+    if kind == "vllm":
+        body["return_token_ids"] = True
     return body | ({"tools": list(ask.tools)} if ask.tools else {})
+
+
+def _sent(message: dict[str, Any], *, known_only: bool) -> dict[str, Any]:
+    """A turn as the protocol has it: arguments of calls as JSON in a string, null for the content of a turn that only calls. Templates want
+    both otherwise. Keys that a log keeps beside are left out where a service would refuse them."""
+    sent = {k: v for k, v in message.items() if k in _OF_A_TURN or not known_only}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        sent["tool_calls"] = [_sent_call(call) for call in calls]
+        sent["content"] = message.get("content") or None
+    return sent
+
+
+def _sent_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}}
 
 
 def _plain(ask: Ask, key: str) -> dict[str, Any]:

@@ -150,23 +150,68 @@ def kept(z_NV: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
 
 
 def cut_record(p_NK: Tensor, tail_N: Tensor, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """A recorded law after top-k, then top-p, scaled back to 1. Every id in the tail is less probable than the recorded ones.
+    """A recorded law after top-k, then top-p, scaled back to 1, as far as it is known. Every id in the tail is less probable than the recorded ones.
 
-    Where the kept set is not reached within the K ids, all of them and the whole bucket stay: what is cut off beyond is not known.
+    A row with fewer than ``top_k`` recorded ids keeps them all, and as much of the bucket as the missing ids can hold, none of them being more
+    probable than the last recorded one. Where the nucleus reaches beyond the recorded ids, it holds
+    between ``top_p`` and that plus one more id: p counts over ``top_p``, and the bucket is what that leaves. ``cut_bounds`` tells how far that may be off.
     """
-    p, tail = p_NK, tail_N
-    if 0 < top_k <= p.shape[1]:
-        p, tail = torch.where(p >= p.topk(top_k, -1).values[:, -1:], p, 0.0), torch.zeros_like(tail)
-    total = p.sum(-1) + tail
+    p_NK, tail_N, _ = _first(p_NK, tail_N, top_k)
+    total_N = p_NK.sum(-1) + tail_N
     if top_p < 1:
-        ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
-        before = ordered.double().cumsum(-1) - ordered
-        limit = (top_p * total.double())[:, None]
-        p = torch.where(torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, before < limit), p, 0.0)
-        tail = torch.where(ordered.double().sum(-1) < limit[:, 0], tail, 0.0)
-        total = p.sum(-1) + tail
-    total = total.clamp_min(FLOOR)
-    return p / total[:, None], tail / total
+        limit_N = top_p * total_N.double()
+        reached_N = p_NK.double().sum(-1) >= limit_N
+        p_NK = torch.where(_before(p_NK) < limit_N[:, None], p_NK, 0.0)
+        held_N = p_NK.double().sum(-1)
+        tail_N = torch.where(reached_N, 0.0, (limit_N - held_N).clamp_min(0)).to(tail_N.dtype)
+        total_N = torch.where(reached_N, held_N, limit_N).to(p_NK.dtype)
+    total_N = total_N.clamp_min(FLOOR)
+    return p_NK / total_N[:, None], tail_N / total_N
+
+
+def cut_bounds(p_NK: Tensor, tail_N: Tensor, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``cut_record``'s true law can be: each recorded id's least and largest probability [N, K], and the most that the bucket can hold [N].
+
+    The ids after top-k hold a mass T in all, the nucleus a mass S of it; both lie between what the recorded ids settle and what the tail
+    can add at most, one id of it being no more probable than the least recorded one. p_i is p_i / S, where i is in the nucleus at all.
+    """
+    p_NK, tail_N, last_N = (x.double() for x in _first(p_NK, tail_N, top_k))
+    held_N, before_NK = p_NK.sum(-1), _before(p_NK)
+    most_N = held_N + tail_N
+    fewest_N = held_N if top_k else most_N
+
+    def nucleus(limit_N: Tensor, beyond_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its recorded ids, its mass, and whether it is all recorded."""
+        inside_NK, reached_N = p_NK * (before_NK < limit_N[:, None]), held_N >= limit_N
+        return inside_NK, torch.where(reached_N, inside_NK.sum(-1), beyond_N).clamp_min(FLOOR), reached_N
+
+    low_N, high_N = top_p * fewest_N, top_p * most_N
+    small_NK, least_N, _ = nucleus(low_N, low_N)
+    large_NK, largest_N, recorded_N = nucleus(high_N, torch.minimum(most_N, high_N + last_N))
+    return (
+        small_NK / largest_N[:, None],
+        (large_NK / least_N[:, None]).clamp_max(1.0),
+        torch.where(recorded_N, 0.0, (1 - held_N / largest_N).clamp_min(0)),
+    )
+
+
+def _first(p_NK: Tensor, tail_N: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """After top-k, not scaled: p, the most that the tail can keep, and its least probable recorded id. Ties with the k-th stay."""
+    last_N = torch.where(p_NK > 0, p_NK, torch.inf).amin(-1).nan_to_num(posinf=1.0)
+    if top_k == 0:
+        return p_NK, tail_N, last_N
+    missing_N = (top_k - (p_NK > 0).sum(-1)).clamp_min(0)
+    if top_k <= p_NK.shape[1]:
+        # A row with fewer ids has 0 for its k-th.
+        p_NK = torch.where(p_NK >= p_NK.topk(top_k, -1).values[:, -1:], p_NK, 0.0)
+    return p_NK, torch.minimum(tail_N, missing_N * last_N), last_N
+
+
+def _before(p_NK: Tensor) -> Tensor:
+    """Mass of the more probable ids of the row, float64 [N, K]."""
+    ordered_NK, order_NK = torch.sort(p_NK, dim=-1, descending=True, stable=True)
+    ordered_NK = ordered_NK.double()
+    return torch.empty_like(ordered_NK).scatter_(-1, order_NK, ordered_NK.cumsum(-1) - ordered_NK)
 
 
 def bucketed(q_NV: Tensor, ids_NK: Tensor, p_NK: Tensor, tail_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,14 @@ from draftstill.distill.divergences import Objective
 from draftstill.distill.kernels import TOKEN_STATS, dense, recorded
 from draftstill.distill.weights import prefix_confidence
 
-_BLOCK_ELEMENTS = 24 << 20
-"""Logits per block (rows x V): large matrix products at 100 MB in float32 beside a few hundred MB of weights."""
+_BLOCK_BYTES = 64 << 20
+"""Logits of a block of rows on a CPU, in the dtype of the products: enough rows that adding to the head's gradient costs little."""
 _TILE_ELEMENTS = 1 << 20
 """Logits per elementwise tile: 4 MB, so that a tile and its temporaries stay in cache. At 48 MB softmax takes three times as long."""
-_TARGET_ELEMENTS = 6 << 20
-"""The target's logits per product: 24 MB, several tiles, since thin products are slow."""
+_COLUMNS = 8 << 10
+"""Columns per product where the head is float32 and the products are not: a cast copy of the whole head would be as large as a block."""
+_CUDA_ELEMENTS = 1 << 28, 1 << 26
+"""Block and tile on CUDA, where no cache holds a tile and each launch has a price: 1 GiB and 256 MiB in float32. Not yet timed on a device."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Confidence:
     run_N: Tensor
 
 
-STATS = ("loss", "alpha_low", "alpha_high", "top1", "weight", "tail", "entropy_p", "entropy_q")
+STATS = (*TOKEN_STATS[:4], "weight", *TOKEN_STATS[4:])
 """Weighted sums over tokens that every call returns (``kernels.TOKEN_STATS``). top1: argmax of draft and target agree."""
 
 
@@ -87,24 +89,26 @@ class _FusedHead(torch.autograd.Function):
 def _pass(hidden_NH: Tensor, head_VH: Tensor, weight_N: Tensor, teacher: Teacher, objective: Objective, offset_V: Tensor | None,
           compute: torch.dtype, confidence: Confidence | None, need: tuple[bool, bool]
           ) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """Per-token statistics [7, N], the weights used [N] (both float64), and the gradients of hidden states and head."""
+    """Per-token statistics [S, N], the weights used [N] (both float64), and the gradients of hidden states and head."""
     (N, H), V, device = hidden_NH.shape, head_VH.shape[0], hidden_NH.device
-    hidden, head, working = hidden_NH.to(compute), head_VH.to(compute), torch.promote_types(compute, torch.float32)
-    y_hidden, y_head = teacher.hidden_NH, teacher.head_VH
-    if y_hidden is not None and y_head is not None:
-        y_hidden, y_head = y_hidden.to(compute), y_head.to(compute)
+    hidden, working, cuda = hidden_NH.to(compute), torch.promote_types(compute, torch.float32), device.type == "cuda"
     grad_hidden = torch.empty_like(hidden_NH) if need[0] else None
     grad_head = torch.zeros(V, H, dtype=torch.promote_types(head_VH.dtype, torch.float32), device=device) if need[1] else None
     tokens, used = torch.zeros(len(TOKEN_STATS), N, dtype=torch.float64, device=device), weight_N.double().clone()
-    block, tile = max(1, min(N, _BLOCK_ELEMENTS // V)), max(1, min(N, _TILE_ELEMENTS // V))
-    # CUDA gives a float32 product of bfloat16 factors; a CPU rounds it anyway, so there the block keeps the factors' dtype.
-    buffer = torch.empty(block, V, dtype=working if device.type == "cuda" else compute, device=device)
-    small = torch.empty(min(block, tile), V, dtype=working, device=device) if buffer.dtype != working else None
-    chunk = tile * max(1, min(_TARGET_ELEMENTS // V, block) // tile)
-    y_buffer = None if y_head is None else torch.empty(chunk, V, dtype=working, device=device)
+    block, tile = (max(1, size // V) for size in (_CUDA_ELEMENTS if cuda else (_BLOCK_BYTES // compute.itemsize, _TILE_ELEMENTS)))
+    block = -(-N // -(-N // block)) if N else 1  # blocks of one size: a short last one would cost as much as a long one
+    # CUDA gives a float32 product of bfloat16 factors; a CPU rounds it anyway, so there a block keeps the factors' dtype.
+    draft = _Logits(hidden, head_VH, compute, working if cuda else compute, block, objective.temperature)
+    target = None
+    if teacher.hidden_NH is not None and teacher.head_VH is not None:
+        target = _Logits(
+            teacher.hidden_NH.to(compute), teacher.head_VH, compute, working if cuda else compute, block, objective.temperature
+        )
     for start in range(0, N, block):
         rows = slice(start, min(start + block, N))
-        z_block = _logits(hidden[rows], head, buffer[: rows.stop - start], objective.temperature)
+        for side in (draft, target):
+            if side is not None:
+                side.fill(rows)
         for first in range(start, rows.stop, tile):
             part = slice(first, min(first + tile, rows.stop))
 
@@ -114,35 +118,86 @@ def _pass(hidden_NH: Tensor, head_VH: Tensor, weight_N: Tensor, teacher: Teacher
                     used[part] *= prefix_confidence(alpha_N.double(), confidence.run_N[part], confidence.gamma, before)
                 return used[part]
 
-            inside = z_block[first - start : part.stop - start]
-            z = inside if small is None else small[: len(inside)].copy_(inside)
-            if buffer.dtype != working and objective.temperature != 1:
-                z /= objective.temperature
+            inside = slice(first - start, part.stop - start)
+            z = draft.tile(inside, working)
             if offset_V is not None:
                 z += offset_V
             token = None if teacher.token_N is None else teacher.token_N[part]
-            if y_buffer is None:
+            if target is None:
                 assert teacher.ids_NK is not None and teacher.p_NK is not None and teacher.tail_N is not None
                 found, _ = recorded(z, teacher.ids_NK[part], teacher.p_NK[part], teacher.tail_N[part], token, objective, weigh, any(need))
             else:
-                assert y_hidden is not None and y_head is not None
-                if (ahead := (first - start) % chunk) == 0:
-                    some = slice(first, min(first + chunk, rows.stop))
-                    _logits(y_hidden[some], y_head, y_buffer[: some.stop - some.start], objective.temperature)
-                found, _ = dense(z, y_buffer[ahead : ahead + len(z)], token, objective, weigh, any(need), offset_V is not None)
+                found, _ = dense(z, target.tile(inside, working), token, objective, weigh, any(need), offset_V is not None)
             tokens[:, part] = found.double()
-            if z is not inside and any(need):
-                inside.copy_(z)
-        dz = z_block.to(compute)
+            if any(need):
+                draft.put(inside, z)
         if grad_hidden is not None:
-            grad_hidden[rows] = dz @ head
-        if grad_head is not None and compute == grad_head.dtype:
-            grad_head.addmm_(dz.t(), hidden[rows])
-        elif grad_head is not None:  # accumulated in float32 whatever the product's dtype
-            grad_head += _product(dz.t(), hidden[rows])
+            grad_hidden[rows] = draft.times_head(len(grad_hidden[rows]), working)
+        if grad_head is not None:
+            draft.add_outer(grad_head, rows)
     if grad_head is not None:
         grad_head = grad_head.to(head_VH.dtype)
     return tokens, used, (grad_hidden, grad_head)
+
+
+class _Logits:
+    """The logits of a block of rows over the temperature, and later their gradient in the same place.
+
+    In float32, and on CUDA, one matrix. Where a CPU multiplies in a narrower dtype, matrices of some columns each, so that of a float32
+    head only a piece is ever there in that dtype.
+    """
+
+    def __init__(
+        self, hidden_NH: Tensor, head_VH: Tensor, compute: torch.dtype, stored: torch.dtype, block: int, temperature: float
+    ) -> None:
+        self.hidden, self.head, self.compute, self.temperature = hidden_NH, head_VH, compute, temperature
+        V, device = len(head_VH), head_VH.device
+        pieces = head_VH.dtype != compute and device.type != "cuda"
+        self.columns = [slice(at, min(at + _COLUMNS, V)) for at in range(0, V, _COLUMNS)] if pieces else [slice(0, V)]
+        self.whole = None if pieces else head_VH.to(compute)
+        self.blocks = [torch.empty(block, c.stop - c.start, dtype=stored, device=device) for c in self.columns]
+        self.small: Tensor | None = None
+
+    def _head(self, columns: slice) -> Tensor:
+        return self.head[columns].to(self.compute) if self.whole is None else self.whole
+
+    def fill(self, rows: slice) -> None:
+        self.now = [b[: rows.stop - rows.start] for b in self.blocks]
+        for columns, z in zip(self.columns, self.now, strict=True):
+            _logits(self.hidden[rows], self._head(columns), z, self.temperature)
+
+    def tile(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows in ``dtype``, to be overwritten: those of the block itself where it is one matrix of that dtype."""
+        if len(self.now) == 1 and self.now[0].dtype == dtype:
+            return self.now[0][rows]
+        if self.small is None or len(self.small) < rows.stop - rows.start:
+            self.small = torch.empty(rows.stop - rows.start, self.columns[-1].stop, dtype=dtype, device=self.hidden.device)
+        z = self.small[: rows.stop - rows.start]
+        for columns, part in zip(self.columns, self.now, strict=True):
+            z[:, columns] = part[rows]
+        if self.now[0].dtype != dtype and self.temperature != 1:  # not divided before it was rounded
+            z /= self.temperature
+        return z
+
+    def put(self, rows: slice, z: Tensor) -> None:
+        """Their gradient, back into the block."""
+        if self.small is not None:
+            for columns, part in zip(self.columns, self.now, strict=True):
+                part[rows] = z[:, columns]
+
+    def times_head(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """The block's gradient times the head, [rows, H]; summed over pieces in ``dtype``."""
+        if len(self.now) == 1:
+            return self.now[0].to(self.compute) @ self._head(self.columns[0])
+        total = torch.zeros(rows, self.head.shape[1], dtype=dtype, device=self.head.device)
+        for columns, dz in zip(self.columns, self.now, strict=True):
+            total += dz.to(self.compute) @ self._head(columns)
+        return total
+
+    def add_outer(self, sum_VH: Tensor, rows: slice) -> None:
+        """The head's gradient, added up."""
+        for columns, dz in zip(self.columns, self.now, strict=True):
+            _accumulate(sum_VH[columns], dz.to(self.compute).t(), self.hidden[rows])
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor, out_NV: Tensor, temperature: float) -> Tensor:
@@ -159,6 +214,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda" and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
+
+
+def _accumulate(sum_VH: Tensor, a: Tensor, b: Tensor) -> None:
+    """sum += a @ b, in float32 whatever the factors' dtype, without a product of its own size beside it where the device can."""
+    if a.dtype == sum_VH.dtype:
+        sum_VH.addmm_(a, b)
+    elif a.device.type == "cuda" and sum_VH.dtype == torch.float32:
+        torch.addmm(sum_VH, a, b, out_dtype=torch.float32, out=sum_VH)
+    else:
+        sum_VH += _product(a, b)
 
 
 def fused_loss(hidden_NH: Tensor, head_VH: Tensor, teacher: Teacher, objective: Objective, *, weight_N: Tensor | None = None,

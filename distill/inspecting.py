@@ -15,6 +15,8 @@ from draftstill.sources import ModelSource, load_tokenizer
 
 _SAMPLES = 2
 _WIDTH = 80
+_BINS = 100_000
+"""Of the tail mass, for its percentile: a tenth of the last digit that is shown."""
 
 
 def inspect(path: str | Path) -> str:
@@ -63,19 +65,26 @@ def _mode(m: dict[str, Any]) -> str:
 
 
 def _tails(recording: Recording) -> list[tuple[str, str]]:
-    """Tail mass over the recorded laws, and the width it leaves to alpha."""
-    columns = [recording.columns(n) for n in range(recording.shards)]
-    known = [c["count"] > 0 for c in columns]
-    tails = torch.cat([c["tail"][k] for c, k in zip(columns, known, strict=True)]).double()
-    counts = torch.cat([c["count"][k] for c, k in zip(columns, known, strict=True)]).double()
-    if not len(tails):
+    """Tail mass over the recorded laws, and the width it leaves to alpha. Shard by shard: a recording may be larger than the memory."""
+    laws, kept, mass, largest = 0, 0, 0.0, 0.0
+    by_mass = torch.zeros(_BINS + 1, dtype=torch.int64)
+    for shard in range(recording.shards):
+        columns = recording.columns(shard)
+        known = columns["count"] > 0
+        if not known.any():
+            continue
+        tails = columns["tail"][known].double()
+        laws, kept, mass = laws + len(tails), kept + int(columns["count"][known].sum()), mass + float(tails.sum())
+        largest = max(largest, float(tails.max()))
+        by_mass += torch.bincount((tails * _BINS).round().long().clamp(0, _BINS), minlength=_BINS + 1)
+    if not laws:
         return []
-    ninth = float(tails.kthvalue(max(1, round(0.9 * len(tails)))).values)
+    ninth = int(torch.searchsorted(by_mass.cumsum(0), max(1, round(0.9 * laws)))) / _BINS
     rounding = recording.manifest["rounding"]
     return [
-        ("kept ids", f"mean {counts.mean():.1f} a position, {recording.manifest['top_k']} at most"),
-        ("tail mass", f"mean {tails.mean():.4f}, 90th percentile {ninth:.4f}, largest {tails.max():.4f}"),
-        ("alpha", f"known to within {tails.mean():.4f} on average whatever the draft: sum over kept ids <= alpha <= that + the smaller of both tails; "
+        ("kept ids", f"mean {kept / laws:.1f} a position, {recording.manifest['top_k']} at most"),
+        ("tail mass", f"mean {mass / laws:.4f}, 90th percentile {ninth:.4f}, largest {largest:.4f}"),
+        ("alpha", f"known to within {mass / laws:.4f} on average whatever the draft: sum over kept ids <= alpha <= that + the smaller of both tails; "
                   f"rounding shifts a position's bounds by {rounding:.4f} at most"),
     ]  # fmt: skip
 

@@ -25,23 +25,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftstill.distill.divergences import FLOOR, LOG_FLOOR, Objective, cut_record, kept
+from draftstill.distill.divergences import FLOOR, LOG_FLOOR, Objective, cut_bounds, cut_record, kept
 
 Weigh = Callable[[Tensor], Tensor]
 
-TOKEN_STATS = ("loss", "alpha_low", "alpha_high", "top1", "tail", "entropy_p", "entropy_q")
-"""What a kernel returns per token, [7, N]. tail: p's mass in the bucket; entropies in nats, of the recording's K + 1 outcomes if it is one."""
+LOSS_TERMS = ("forward_kl", "reverse_kl", "jsd", "tvd", "nla", "ce")
+"""What a loss is the sum of: LK's are forward KL and TVD."""
+TOKEN_STATS = ("loss", "alpha_low", "alpha_high", "top1", "tail", "entropy_p", "entropy_q", *LOSS_TERMS)
+"""What a kernel returns per token, [S, N]. tail: p's mass in the bucket; entropies in nats, of the recording's K + 1 outcomes if it is one;
+each term's part of the loss, with its factor."""
 
 _FARTHEST = 60.0
 """log(p/q) beyond which JSD has reached its limit to float32's last bit, and exp would soon overflow."""
+_EQUAL = 32
+"""Roundings of a logit by which p and q of the same weights differ where their products were formed in blocks of other sizes."""
 
 
 def recorded(z_NV: Tensor, ids_NK: Tensor, p_NK: Tensor, tail_N: Tensor, token_N: Tensor | None, objective: Objective, weigh: Weigh,
              need_grad: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Per-token statistics [7, N] and weights [N]; z_NV becomes dL/dz_NV times the weights."""
+    """Per-token statistics [S, N] and weights [N]; z_NV becomes dL/dz_NV times the weights."""
+    known = None
     if objective.cuts:
         z_NV.masked_fill_(~kept(z_NV, objective.top_k, objective.top_p), -torch.inf)
-        p_NK, tail_N = cut_record(p_NK * (ids_NK >= 0), tail_N, objective.top_k, objective.top_p)
+        p_NK = p_NK * (ids_NK >= 0)
+        known = cut_bounds(p_NK, tail_N, objective.top_k, objective.top_p)
+        p_NK, tail_N = cut_record(p_NK, tail_N, objective.top_k, objective.top_p)
     used = ids_NK >= 0
     # Unused places point at the row's first used id and write what is written there; a row without any keeps what it has.
     some, first = used.any(1, keepdim=True), used.to(torch.uint8).argmax(1, keepdim=True)
@@ -60,32 +68,37 @@ def recorded(z_NV: Tensor, ids_NK: Tensor, p_NK: Tensor, tail_N: Tensor, token_N
 
     both = torch.minimum(p, q)
     low, alpha = both[:, :-1].sum(1), both.sum(1)
-    loss, scale = _coefficients(objective, alpha)
+    high, largest = alpha, p
+    if known is not None:
+        least_NK, most_NK, rest_N = known
+        largest = torch.cat([most_NK, rest_N[:, None]], 1)
+        low, high = torch.minimum(least_NK, q[:, :-1]).sum(1), torch.minimum(largest, q).sum(1)
+    part, scale = _coefficients(objective, alpha)
     h, r = torch.zeros_like(q), lp - lq
     total = (q - p).sum(1)
     if "forward_kl" in scale:
-        loss = loss + scale["forward_kl"] * ((p * r).sum(1) + total)
+        part["forward_kl"] = scale["forward_kl"] * ((p * r).sum(1) + total)
         h -= _column(scale["forward_kl"]) * p * (q > 0)
     if "reverse_kl" in scale:
-        loss = loss + scale["reverse_kl"] * (-(q * r).sum(1) - total)
+        part["reverse_kl"] = scale["reverse_kl"] * (-(q * r).sum(1) - total)
         h -= _column(scale["reverse_kl"]) * q * r
     if "jsd" in scale:
         far, m = r.clamp(-_FARTHEST, _FARTHEST), objective.beta * p + (1 - objective.beta) * q
         L = torch.log1p(objective.beta * far.expm1())  # log(m/q)
-        loss = loss + scale["jsd"] * (objective.beta * p * far - m * L).sum(1)
+        part["jsd"] = scale["jsd"] * (objective.beta * p * far - m * L).sum(1)
         h -= _column(scale["jsd"]) * (1 - objective.beta) * q * L
     if "tvd" in scale:
-        # Nearer than the logits' own rounding counts as equal: at p = q the gradient is then 0, not noise.
-        below = q <= p * (1 + 32 * torch.finfo(z_NV.dtype).eps)
-        loss = loss + scale["tvd_value"] * (p - q).clamp_min(0).sum(1)
+        # Nearer than the logits' own rounding, or than what is known of a cut law, counts as equal: at p = q the gradient is then 0, not noise.
+        below = q <= largest * (1 + _EQUAL * torch.finfo(z_NV.dtype).eps)
+        part["tvd"] = scale["tvd_value"] * (p - q).clamp_min(0).sum(1)
         h -= _column(scale["tvd"]) * q * below
     if "ce" in scale:
         assert z_token is not None and token_N is not None
-        loss = loss + scale["ce"] * (token_N >= 0) * torch.where(torch.isfinite(z_token), lse - z_token, -LOG_FLOOR)
+        part["ce"] = scale["ce"] * (token_N >= 0) * torch.where(torch.isfinite(z_token), lse - z_token, -LOG_FLOOR)
     agree = p_NK.mul(used).argmax(1, keepdim=True)
     top1 = used[:, 0] & (z_K.gather(1, agree)[:, 0] >= torch.maximum(z_K.amax(1), top_N.double()))
-    stats = torch.stack([loss, low, alpha, top1.double(), p[:, -1], -(p * lp).sum(1), -(q * lq).sum(1)])
-    weight = weigh(alpha)
+    stats = _statistics(part, low, high, top1.double(), p[:, -1], -(p * lp).sum(1), -(q * lq).sum(1))
+    weight = weigh(high)
     if not need_grad:
         return stats, weight
     w = weight.double() / objective.temperature
@@ -132,25 +145,24 @@ def dense(z_NV: Tensor, y_NV: Tensor, token_N: Tensor | None, objective: Objecti
     alpha = (
         torch.minimum(p, q).sum(1) if "nla" in names else (1 - tvd).clamp_min(0)
     )  # 1 - tvd would lose a small alpha, sum min a small tvd
-    loss, scale = _coefficients(objective, alpha, tvd)
+    part, scale = _coefficients(objective, alpha, tvd)
     total, cross, jensen = d.sum(1), None, None
     if "forward_kl" in scale:
-        loss = loss + scale["forward_kl"] * (_dot(p, r) + total)
+        part["forward_kl"] = scale["forward_kl"] * (_dot(p, r) + total)
     if "reverse_kl" in scale:
         cross = _dot(q, r)
-        loss = loss + scale["reverse_kl"] * -(cross + total)
+        part["reverse_kl"] = scale["reverse_kl"] * -(cross + total)
     if "jsd" in scale:
         beta, far = objective.beta, r.clamp(-_FARTHEST, _FARTHEST)
         L = _log1p(_expm1(far).mul_(beta))  # log(m/q)
         jensen = _dot(q, L)
-        loss = loss + scale["jsd"] * (beta * (_dot(p, far) - _dot(p, L)) - (1 - beta) * jensen)
+        part["jsd"] = scale["jsd"] * (beta * (_dot(p, far) - _dot(p, L)) - (1 - beta) * jensen)
     if "tvd" in scale:
-        loss = loss + scale["tvd_value"] * tvd
+        part["tvd"] = scale["tvd_value"] * tvd
     if "ce" in scale:
         assert token_N is not None and lq_token is not None
-        loss = loss - scale["ce"] * torch.where(token_N >= 0, lq_token, 0.0)
-    zero = torch.zeros_like(tvd)
-    stats = torch.stack([x + zero for x in (loss, alpha, alpha, top1, zero, entropy_p, entropy_q)])
+        part["ce"] = -scale["ce"] * torch.where(token_N >= 0, lq_token, 0.0)
+    stats = _statistics(part, alpha, alpha, top1.to(tvd.dtype), torch.zeros_like(tvd), entropy_p, entropy_q)
     weight = weigh(alpha)
     if not need_grad:
         return stats, weight
@@ -178,7 +190,7 @@ def dense(z_NV: Tensor, y_NV: Tensor, token_N: Tensor | None, objective: Objecti
     if jensen is not None:
         add(L.sub_(_column(jensen)), q, -w * scale["jsd"] * (1 - objective.beta))
     if "tvd" in scale:
-        below = (d <= 0).to(d.dtype)
+        below = (d.sub_(p, alpha=_EQUAL * torch.finfo(d.dtype).eps) <= 0).to(d.dtype)  # as in ``recorded``
         add(below.sub_(_column(_dot(q, below))), q, -w * scale["tvd"])
     if "ce" in scale:
         assert token_N is not None and lq_token is not None
@@ -190,12 +202,19 @@ def dense(z_NV: Tensor, y_NV: Tensor, token_N: Tensor | None, objective: Objecti
     return stats, weight
 
 
-def _coefficients(objective: Objective, alpha_N: Tensor, tvd_N: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def _statistics(part: dict[str, Tensor], alpha_low: Tensor, *others: Tensor) -> Tensor:
+    """In the order of TOKEN_STATS."""
+    terms = [part.get(name, torch.zeros_like(alpha_low)) for name in LOSS_TERMS]
+    return torch.stack([torch.stack(terms).sum(0), alpha_low, *others, *terms])
+
+
+def _coefficients(objective: Objective, alpha_N: Tensor, tvd_N: Tensor | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """NLA's part of the loss, and how much of each basic divergence the objective holds per token.
 
     ``tvd`` scales TVD's gradient, ``tvd_value`` its value: NLA has TVD's direction and a value of its own.
     """
-    loss, scale = torch.zeros_like(alpha_N), {}  # type: Tensor, dict[str, Tensor]
+    part: dict[str, Tensor] = {}
+    scale: dict[str, Tensor] = {}
 
     def put(name: str, value: Tensor) -> None:
         scale[name] = scale[name] + value if name in scale else value
@@ -209,14 +228,16 @@ def _coefficients(objective: Objective, alpha_N: Tensor, tvd_N: Tensor | None = 
             put("tvd_value", factor * (1 - share))
         elif name == "nla":
             some = alpha_N.clamp_min(FLOOR)  # where the laws share nothing there is no gradient
-            loss = loss + factor * (-some.log() if tvd_N is None else torch.where(tvd_N < 0.5, -torch.log1p(-tvd_N), -some.log()))
+            part["nla"] = part.get("nla", 0.0) + factor * (
+                -some.log() if tvd_N is None else torch.where(tvd_N < 0.5, -torch.log1p(-tvd_N), -some.log())
+            )
             put("tvd", factor / some * (alpha_N > FLOOR))
             put("tvd_value", 0 * one)
         else:
             put(name, factor * one)
             if name == "tvd":
                 put("tvd_value", factor * one)
-    return loss, scale
+    return part, scale
 
 
 def _column(x_N: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Shape suffixes: N positions, K kept ids at most, E kept ids of all rows, H hidde
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,18 +44,31 @@ def decode_falls(codes_NK: Tensor, used_NK: Tensor, tail_N: Tensor) -> Tensor:
     return shape_NK.mul_((1 - tail_N)[:, None] / total_N1)
 
 
-def pack_ids(ids_E: Tensor) -> Tensor:
-    """3 bytes each, low byte first, for vocabularies above 65,536: none reaches 2^24, and 4 bytes would be a third more."""
+def pack_ids(ids_E: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Ids of vocabularies above 65,536, and a table where it pays: a bit for each id, lowest first, 1 for those that occur. Then an id is its place
+    among them, uint16 [E], while there are no more than 65,536; else three bytes, low byte first, uint8 [E, 3]: none reaches 2^24, and a fourth
+    would be lost. A bitmap takes an eighth of a byte per id of the vocabulary, a list of the ids that occur four bytes each."""
     wide = ids_E.to(torch.int64)
-    if len(wide) and int(wide.max()) >= 1 << 24:
-        raise ValueError(f"token id {int(wide.max())} does not fit into 3 bytes")
-    return torch.stack([wide & 255, wide >> 8 & 255, wide >> 16], 1).to(torch.uint8)
+    largest = int(wide.max()) if len(wide) else 0
+    if largest >= 1 << 24:
+        raise ValueError(f"token id {largest} does not fit into 3 bytes")
+    occurs = torch.zeros(8 * (largest // 8 + 1), dtype=torch.bool)
+    occurs[wide] = True
+    if int(occurs.sum()) <= 1 << 16 and len(occurs) // 8 < len(wide):
+        place = occurs.cumsum(0) - 1
+        return place[wide].to(torch.uint16), torch.from_numpy(np.packbits(occurs.numpy(), bitorder="little"))
+    return torch.stack([wide & 255, wide >> 8 & 255, wide >> 16], 1).to(torch.uint8), None
 
 
-def unpack_ids(packed: Tensor) -> Tensor:
-    """int64 [E]."""
+def read_table(table: Tensor) -> Tensor:
+    """The ids that a shard's table names, int64, ascending."""
+    return torch.from_numpy(np.flatnonzero(np.unpackbits(table.numpy(), bitorder="little")))
+
+
+def unpack_ids(packed: Tensor, known: Tensor | None = None) -> Tensor:
+    """int64 [E]; ``known``: what ``read_table`` gave."""
     if packed.dim() == 1:
-        return packed.to(torch.int64)
+        return packed.to(torch.int64) if known is None else known[packed.to(torch.int64)]
     low, middle, high = packed.to(torch.int64).unbind(1)
     return low | middle << 8 | high << 16
 

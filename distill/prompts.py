@@ -66,7 +66,9 @@ def opening(tokenizer: Any) -> list[int]:
 
 def cut_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, *, context: int | None = None,
                 refusals: Refusals | None = None) -> list[Prompt]:  # fmt: skip
-    """Up to ``count`` prompts in the corpus's own mixture: conversations as they are (``chats``), documents cut (``cut``).
+    """Up to ``count`` prompts in the corpus's own mixture: conversations as they are (``chats``), documents cut (``cut``), evenly mixed.
+
+    Whatever takes the first few takes both kinds, and asking for more only adds as long as neither runs out: it is not made up for by the other.
 
     Args:
         context: tokens that the target's context holds.
@@ -75,9 +77,12 @@ def cut_prompts(documents: Sequence[Document], count: int, settings: Respond, to
     from draftstill.distill.chats import real_prompts
 
     chats, texts = [d for d in documents if d.messages], [d for d in documents if not d.messages]
-    share = round(count * len(chats) / max(1, len(documents)))
+    upto = lambda n: (2 * n * len(chats) + len(documents)) // (2 * len(documents)) if documents else 0  # noqa: E731 - n times the share, rounded
+    share = upto(count)
     found = real_prompts(chats, share, settings, tokenizer, seed, context, refusals or Refusals()) if share else []
-    return [*found, *cut(texts, count - share, settings, tokenizer, seed)]
+    kinds = {True: iter(found), False: iter(cut(texts, count - share, settings, tokenizer, seed))}
+    mixed = (next(kinds[upto(n + 1) > upto(n)], None) for n in range(count))
+    return [p for p in mixed if p is not None]
 
 
 def cut(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int) -> list[Prompt]:

@@ -14,9 +14,9 @@ import torch
 from draftstill.corpus import prepare_corpus
 from draftstill.decode import Loaded, load_target
 from draftstill.distill.ranks import ranks
-from draftstill.distill.remote import send
+from draftstill.distill.remote import mirror, probe
 from draftstill.distill.responses import SIDES, respond
-from draftstill.distill.scoring import Hidden, Scorer, TopK, Written, by_length, score_texts
+from draftstill.distill.scoring import Hidden, Scorer, TopK, Written, by_length, score_texts, sharded
 from draftstill.distill.served import make_served
 from draftstill.distill.shards import bytes_per_position, mark_of, write_manifest
 from draftstill.distill.sources import Materials, Text, describe, gather, held_out
@@ -28,6 +28,8 @@ from draftstill.runfolder import RunFolder, read_json, write_json
 from draftstill.stages import content_of, resolved_device, resolved_dtype, served_target, stages
 from draftstill.vocabulary import template_hash, tokenizer_hash
 
+_NOTE = "mirrored.json"
+"""In the stage's folder: addresses that have a copy."""
 _PILOT_BATCHES = 3
 """Forwards of the pilot: the first warms up, the others are timed."""
 _WORTH_A_PILOT = 16
@@ -43,10 +45,15 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
     """
     here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["recording"]
+    if here.main and recipe.record.mirror and not _mirrored(recipe, stage.folder):
+        probe(recipe.record.mirror)
     written = respond(recipe, run)
     done = stage.done
     here.wait()  # before the main process moves anything
     if done:
+        if here.main:
+            _mirror(recipe, stage.folder)
+        here.wait()
         return stage.folder
     if here.main:
         stage.begin()
@@ -72,20 +79,35 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
         score_texts(texts[side], scorer, folder, scorers.batch, settings.shard_sequences, label, mark=mark_of(made_from), here=here)
         here.wait()
         if here.main:
-            manifest = write_manifest(
-                folder, made_from, kinds=describe(texts[side]), **({"auto": pilot["auto"]} if side == "train" else {})
-            )
+            expected = [sum(len(t.ids) for t in group) for group in sharded(texts[side], settings.shard_sequences)]
+            more = {"auto": pilot["auto"]} if side == "train" else {}
+            manifest = write_manifest(folder, made_from, expected, kinds=describe(texts[side]), **more)
             sizes[side] = {k: manifest[k] for k in ("sequences", "positions", "bytes")}
-            if recipe.record.mirror:
-                for path in [*sorted(folder.glob("shard-*")), folder / "manifest.json"]:
-                    send(path, f"{recipe.record.mirror.rstrip('/')}/{side}")
     if here.main:
         stage.finish(sizes=sizes, mode=pilot["mode"], kinds=describe(texts["train"]), pilot=pilot)
         train = sizes["train"]
         each = train["bytes"] / max(1, train["positions"])
         say(f"  recording: {train['positions']:,} positions, {train['bytes'] / 2**20:,.0f} MiB ({each:.0f} bytes each)")
+        _mirror(recipe, stage.folder)
     here.wait()
     return stage.folder
+
+
+def _mirrored(recipe: Recipe, folder: Path) -> bool:
+    """Whether all of it lies at record.mirror, as an earlier command found."""
+    note = folder / _NOTE
+    return note.exists() and recipe.record.mirror in read_json(note)
+
+
+def _mirror(recipe: Recipe, folder: Path) -> None:
+    """Send a whole recording to record.mirror, if there is one that does not have it."""
+    address = recipe.record.mirror
+    if not address or _mirrored(recipe, folder):
+        return
+    sent = sum(mirror(folder / side, f"{address.rstrip('/')}/{side}") for side in SIDES)
+    note = folder / _NOTE
+    write_json(note, [*(read_json(note) if note.exists() else []), address])
+    say(f"  record.mirror: {sent} files sent to {address}")
 
 
 def in_process(settings: Record) -> bool:
@@ -207,7 +229,9 @@ def _size(texts: dict[str, list[Text]], scorers: Scorers, dtype: str, mode: str,
     settings, own = scorers.settings, getattr(torch, dtype).itemsize
     count = settings.top_k if found is None or not found.kept else found.kept
     width = {None: own, 8: 1.125, 16: 2}[settings.hidden_bits]
-    common: dict[str, Any] = {"vocab": scorers.target.vocab, "hidden": scorers.hidden_size, "logp_bits": settings.logp_bits, "top_k": count}
+    mean = sum(len(t.ids) for t in texts["train"]) / len(texts["train"])
+    common: dict[str, Any] = {"vocab": scorers.target.vocab, "hidden": scorers.hidden_size, "logp_bits": settings.logp_bits, "top_k": count,
+                              "shard_positions": min(len(texts["train"]), settings.shard_sequences) * mean}  # fmt: skip
     each = {"train": bytes_per_position(mode=mode, hidden_bytes=width, **common),
             "heldout": bytes_per_position(mode=scorers.heldout_mode, hidden_bytes=own, **common)}  # fmt: skip
     return sum(each[side] * sum(len(t.ids) for t in group) for side, group in texts.items())

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draftstill.distill.packing import decode_falls, decode_hidden, spread, unpack_ids
+from draftstill.distill.packing import decode_falls, decode_hidden, read_table, spread, unpack_ids
 from draftstill.distill.remote import fetch, is_remote
-from draftstill.distill.shards import AGAIN, FORMAT, KINDS, read_info, write_manifest, write_shard
+from draftstill.distill.shards import AGAIN, KINDS, READABLE, read_info, write_manifest, write_shard
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import hash_file, read_json
 
@@ -49,6 +49,13 @@ class Recorded:
     hidden: Tensor | None = None
     mask: Tensor | None = None
     """Supervised positions, bool [N]; None: all from ``start`` on."""
+    after: int = -1
+    """The token that was written behind the last one; -1: none, or not known."""
+
+    @property
+    def written(self) -> Tensor:
+        """[N], the token written behind each position, -1 where none was."""
+        return torch.nn.functional.pad(self.tokens[1:], (0, 1), value=self.after)
 
     @property
     def rows(self) -> Tensor:
@@ -72,10 +79,9 @@ class Recording:
         if not (self.folder / "manifest.json").exists():
             raise DraftstillError(f"{self.folder} holds no recording (no manifest.json)", mend="make one with: draftstill distill RECIPE")
         self.manifest = read_json(self.folder / "manifest.json")
-        if self.manifest.get("format") != FORMAT:
-            raise DraftstillError(
-                f"{self.folder} has recording format {self.manifest.get('format')}; this version reads {FORMAT}", mend="record again"
-            )
+        if self.manifest.get("format") not in READABLE:
+            raise DraftstillError(f"{self.folder} has recording format {self.manifest.get('format')}; this version reads {' and '.join(map(str, READABLE))}",
+                                  mend="record again")  # fmt: skip
         self._ends: list[int] = []
         self._offsets: list[list[int]] = []
         self._starts: list[list[int]] = []
@@ -114,10 +120,13 @@ class Recording:
         return len(self._ends)
 
     def columns(self, shard: int) -> dict[str, Tensor]:
-        """A shard's tensors; memory-mapped, so that only what is looked at is read."""
+        """A shard's tensors, the table as the ids that it names; memory-mapped, so that only what is looked at is read."""
         if shard not in self._mapped:
             with safe_open(self.folder / self.manifest["shards"][shard]["file"], "pt") as file:
-                self._mapped[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            if "table" in tensors:
+                tensors["table"] = read_table(tensors["table"])
+            self._mapped[shard] = tensors
             if len(self._mapped) > _OPEN_SHARDS:
                 self._mapped.popitem(last=False)
         self._mapped.move_to_end(shard)
@@ -156,10 +165,11 @@ class Recording:
         columns = self.columns(shard)
         part = slice(self._offsets[shard][row], self._offsets[shard][row + 1])
         mask = columns["supervised"][part].bool() if "supervised" in columns else None
-        item = Recorded(columns["tokens"][part].long(), self._starts[shard][row], mask=mask)
+        item = Recorded(columns["tokens"][part].long(), self._starts[shard][row], mask=mask,
+                        after=int(columns["after"][row]) if "after" in columns else -1)  # fmt: skip
         if self.mode == "text":
             # The written token is all that is known of the law.
-            following = torch.nn.functional.pad(item.tokens[1:], (0, 1), value=-1)
+            following = item.written
             item.ids, item.p, item.tail = following[:, None], (following >= 0).float()[:, None], (following < 0).float()
             return item
         if self.mode == "hidden":
@@ -175,7 +185,7 @@ class Recording:
         """ids [N, K], p [N, K] and tail [N] of some positions, whose kept ids are ``kept``."""
         tail = columns["tail"][part].clone()
         used = torch.arange(self.manifest["top_k"]) < columns["count"][part].to(torch.int64)[:, None]
-        ids, code = spread(unpack_ids(columns["ids"][kept]), used, -1), spread(columns["logp"][kept], used)
+        ids, code = spread(unpack_ids(columns["ids"][kept], columns.get("table")), used, -1), spread(columns["logp"][kept], used)
         p = decode_falls(code, used, tail) if code.dtype == torch.uint8 else code.float().exp() * used
         return ids, p, tail
 

@@ -4,7 +4,10 @@ file can be memory-mapped; what was fetched before is not fetched again."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +53,58 @@ def fetch(address: str) -> Path:
     return folder
 
 
-def send(path: Path, address: str) -> None:
-    """Put one file into the folder ``address``, over what lies there. Send the manifest last: a folder without one is no recording."""
-    files, root = _filesystem(address)
-    files.makedirs(root, exist_ok=True)
-    files.put_file(str(path), f"{root}/{path.name}")
+def probe(address: str) -> None:
+    """Write a small object to ``address`` and delete it.
+
+    Raises:
+        DraftstillError: that does not work, whatever the reason.
+    """
+    with _reached(address):
+        files, root = _filesystem(address)
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(f"{root}/.draftstill-{os.getpid()}", b"written by draftstill to see whether it can\n")
+        files.rm(f"{root}/.draftstill-{os.getpid()}")
+
+
+def mirror(folder: Path, address: str) -> int:
+    """Copy a recording to the folder ``address`` and return how many files were sent: not those that are there already. The manifest goes last,
+    and one of another recording first: a folder without one is no recording.
+
+    Raises:
+        DraftstillError: the address cannot be written to.
+    """
+    manifest = (folder / "manifest.json").read_bytes()
+    with _reached(address):
+        files, root = _filesystem(address)
+        files.invalidate_cache()
+        files.makedirs(root, exist_ok=True)
+        listed = f"{root}/manifest.json"
+        if files.exists(listed):
+            if files.cat_file(listed) == manifest:
+                return 0
+            files.rm(listed)
+        missing = [p for s in json.loads(manifest)["shards"] if not _there(p := folder / s["file"], files, f"{root}/{s['file']}")]
+        for path in [*missing, folder / "manifest.json"]:
+            files.put_file(str(path), f"{root}/{path.name}")
+    return len(missing) + 1
+
+
+def _there(path: Path, files: Any, place: str) -> bool:
+    """Whether a shard lies there already: its size and its header, which holds a checksum of the tensors."""
+    if not files.exists(place) or files.size(place) != path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        head = file.read(8)
+        head += file.read(int.from_bytes(head, "little"))
+    return bool(files.cat_file(place, start=0, end=len(head)) == head)
+
+
+@contextmanager
+def _reached(address: str) -> Iterator[None]:
+    """Whatever a file system raises, as the fault of record.mirror."""
+    try:
+        yield
+    except Exception as error:
+        problem = error.problem if isinstance(error, DraftstillError) else f"{type(error).__name__}: {error}"
+        raise DraftstillError(f"nothing can be written there ({problem})", key="record.mirror", value=address,
+                              mend="mend the address or the access to it and run the same command again, or leave record.mirror out") from None  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from draftstill.corpus import read_documents
 from draftstill.decode.trace import Trace
 from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
-from draftstill.distill.sources import Materials, Text
-from draftstill.errors import DraftstillError
-from draftstill.progress import Progress
+from draftstill.distill.responses import read_responses
+from draftstill.distill.sources import Materials, Text, cut_off
+from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, write_json
 
@@ -18,18 +20,19 @@ from draftstill.runfolder import read_json, write_json
 def rollouts(materials: Materials) -> Iterator[Text]:
     """Student rollouts: the draft continues training prompts at the deployment's sampler; supervised like responses."""
     for prompt, row in _written(materials, "rollout", materials.recipe.record.rollouts):
-        ids = _text(prompt, row, materials.recipe)
+        ids, after = _text(prompt, row, materials.recipe)
         if prompt.supervised_from < len(ids):
-            yield Text(ids, prompt.supervised_from, "rollout")
+            yield Text(ids, prompt.supervised_from, "rollout", after=after)
 
 
 def rejections(materials: Materials) -> Iterator[Text]:
     """Rejection replay: target and draft decode training prompts together, and only the laws where a proposed token was rejected are learnt from."""
     for prompt, row in _written(materials, "replay", materials.recipe.record.replays):
-        ids = _text(prompt, row, materials.recipe)
+        ids, after = _text(prompt, row, materials.recipe)
         only = tuple(at for at in row["rejected"] if at < len(ids))
         if only:
-            yield Text(ids[: only[-1] + 1], only[0], "replay", only)
+            end = only[-1] + 1
+            yield Text(ids[:end], only[0], "replay", only, after=ids[end] if end < len(ids) else after)
 
 
 def rejected(trace: Trace) -> list[int]:
@@ -37,9 +40,8 @@ def rejected(trace: Trace) -> list[int]:
     return [trace.prompt_tokens + at - 1 for at, mark in enumerate(trace.marks()) if mark == "corrected"]
 
 
-def _text(prompt: Prompt, row: dict[str, Any], recipe: Recipe) -> list[int]:
-    tokens = row["tokens"][:-1] if row["finish"] == "eos" else row["tokens"]  # nobody asks what follows the end
-    return [*prompt.ids, *tokens][: recipe.record.sequence_length]
+def _text(prompt: Prompt, row: dict[str, Any], recipe: Recipe) -> tuple[array[int], int]:
+    return cut_off([*prompt.ids, *row["tokens"]], recipe.record.sequence_length, ended=row["finish"] == "eos")
 
 
 def _written(materials: Materials, kind: str, count: int) -> Iterator[tuple[Prompt, dict[str, Any]]]:
@@ -47,13 +49,12 @@ def _written(materials: Materials, kind: str, count: int) -> Iterator[tuple[Prom
     if not count:
         return
     recipe, target, here = materials.recipe, materials.target, materials.here
-    key = "record.rollouts" if kind == "rollout" else "record.replays"
-    prompts = cut_prompts(read_documents(materials.corpus, "train"), count, recipe.respond, target.tokenizer, recipe.seed)
-    if len(prompts) < count:
-        raise DraftstillError(f"the training documents hold {len(prompts)} prompts of {recipe.respond.prompt_tokens} tokens", key=key, value=count,
-                              mend="ask for fewer, or add documents")  # fmt: skip
+    prompts = _prompts(materials, count)
+    if len(prompts) < count and here.main:
+        key = "record.rollouts" if kind == "rollout" else "record.replays"
+        say(f"  {key}: there are {len(prompts)} training prompts, not {count}")
     size = recipe.respond.batch_size
-    batches = [(prompts[at : at + size], materials.work / f"{kind}-{n:05d}.json") for n, at in enumerate(range(0, count, size))]
+    batches = [(prompts[at : at + size], materials.work / f"{kind}-{n:05d}.json") for n, at in enumerate(range(0, len(prompts), size))]
     mine = [b for n, b in enumerate(batches) if here.mine(n) and not b[1].exists()]
     if mine:
         decoder = _decoder(recipe, target, kind)
@@ -64,6 +65,15 @@ def _written(materials: Materials, kind: str, count: int) -> Iterator[tuple[Prom
     here.wait()
     for batch, path in batches:
         yield from zip(batch, read_json(path), strict=True)
+
+
+def _prompts(materials: Materials, count: int) -> list[Prompt]:
+    """The first training prompts of the responses; where the recipe asks for no responses, those that they would begin with."""
+    recipe = materials.recipe
+    if recipe.respond.prompts:
+        rows = islice(read_responses(materials.responses, "train"), count)
+        return [Prompt(row["prompt_id"], row["prompt"], row["supervised_from"]) for row in rows]
+    return cut_prompts(read_documents(materials.corpus, "train"), count, recipe.respond, materials.target.tokenizer, recipe.seed)
 
 
 def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) -> list[dict[str, Any]]:

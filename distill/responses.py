@@ -9,10 +9,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftstill.corpus import prepare_corpus, read_documents
+from draftstill.corpus import prepare_corpus, stored_documents
+from draftstill.distill.over_http import OverHttp
 from draftstill.distill.prompts import Prompt, Refusals, cut, cut_prompts
 from draftstill.distill.ranks import Ranks, ranks
-from draftstill.distill.writing import INSTRUCT, RESPOND, Engine, InProcess, OverHttp, Window, read_rows, windows, written
+from draftstill.distill.writing import (
+    INSTRUCT,
+    REFUSED,
+    RESPOND,
+    TOO_LONG,
+    TRUNCATED,
+    Engine,
+    InProcess,
+    Row,
+    Window,
+    read_rows,
+    windows,
+    written,
+)
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
@@ -34,6 +48,8 @@ class _Job:
     target: Any
     engine: Engine
     refusals: Refusals = field(default_factory=Refusals)
+    known: set[str] = field(default_factory=set)
+    """Instructions that were invented so far: one that trains must not validate."""
 
     @property
     def context(self) -> int | None:
@@ -56,6 +72,7 @@ def respond(recipe: Recipe, run: RunFolder) -> Path:
         prepare_corpus(recipe, run)
     here.wait()
     corpus = prepare_corpus(recipe, run)
+    _require_adapted(recipe, run)
     done = stage.done
     here.wait()  # before the main process moves anything
     if done:
@@ -86,6 +103,13 @@ def respond(recipe: Recipe, run: RunFolder) -> Path:
     return stage.folder
 
 
+def _require_adapted(recipe: Recipe, run: RunFolder) -> None:
+    """Raise where the recipe tunes its target and this was not done: a target that lies there from another recipe would answer in its place."""
+    if recipe.adapt is not None and not stages(recipe, run)["adapted"].done:
+        raise DraftstillError("the recipe's own target is not there yet", key="adapt", value=str(run.path / "adapted"),
+                              mend="make it first: draftstill adapt RECIPE")  # fmt: skip
+
+
 def _engine(recipe: Recipe, work: Path, here: Ranks) -> tuple[Any, Engine]:
     """The target, with weights where it is decoded here, and who writes."""
     if recipe.respond.server is None:
@@ -96,7 +120,7 @@ def _engine(recipe: Recipe, work: Path, here: Ranks) -> tuple[Any, Engine]:
     from draftstill.distill.targets import describe_target
 
     described = describe_target(recipe)
-    return described, OverHttp(recipe, described, work / f"journal-{here.rank}.jsonl")
+    return described, OverHttp(recipe, described, work / f"journal-{here.rank}.jsonl", quiet=not here.main)
 
 
 def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
@@ -105,12 +129,10 @@ def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
     every = [row for side in rows.values() for row in side]
     kept = {side: sum("dropped" not in r for r in found) for side, found in rows.items()}
     finish, tokens = Counter(r["finish"] for r in every), sum(len(r.get("response", ())) for r in every)
-    for side, count in kept.items():
-        if rows[side] and not count:
-            raise DraftstillError(f"no response of the side {side!r} can be kept; they ended by {dict(finish)}", key="respond.max_new_tokens",
-                                  value=settings.max_new_tokens, mend="raise it or set respond.truncated: keep, and add --set-aside")  # fmt: skip
-    if job.refusals.rows:
-        atomic_write(job.work / "rejected.jsonl", "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in job.refusals.rows))
+    _refuse_none(job, rows, sides)
+    refused = [{"id": r["prompt_id"], "reason": r["finish"], "detail": r["detail"]} for r in every if "detail" in r]
+    if listed := [*job.refusals.rows, *refused]:
+        atomic_write(job.work / "rejected.jsonl", "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in listed))
     for journal in job.work.glob("journal-*.jsonl"):
         journal.unlink()
     kinds = Counter(p.kind for found in sides.values() for _, prompts in found for p in prompts)
@@ -129,16 +151,45 @@ def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
     say(f"  responses: {kept['train']} for training, {kept['heldout']} held out; finished by {dict(finish)}")
     if more["dropped"]:
         say(f"  {more['dropped']} of them were dropped, not kept")
+    if refused:
+        say(f"  {len(refused)} prompts were {REFUSED}; the first: {refused[0]['detail']}; listed in {stage.folder / 'rejected.jsonl'}")
     if job.refusals.rows:
         told = ", ".join(f"{count} {reason}" for reason, count in job.refusals.counts().items())
         say(f"  prompts refused: {told}; listed in {stage.folder / 'rejected.jsonl'}")
+
+
+def _refuse_none(job: _Job, rows: dict[str, list[Row]], sides: dict[str, list[Window]]) -> None:
+    """Raise where nothing of a side can be learnt from, by what most of it ended."""
+    empty = [side for side, found in rows.items() if found and all("dropped" in row for row in found)]
+    if not empty:
+        return
+    settings, finish = job.recipe.respond, Counter(str(row["finish"]) for row in rows[empty[0]])
+    commonest, count = finish.most_common(1)[0]
+    key: str = "respond.server.url"
+    value: object = settings.server.url if settings.server else None
+    mend = "look at what this server makes of such prompts, and serve the model that target.source names; the same command asks anew"
+    if commonest in TRUNCATED or settings.server is None:
+        key, value = "respond.max_new_tokens", settings.max_new_tokens
+        mend = "raise it or set respond.truncated: keep, and add --set-aside"
+    elif commonest == TOO_LONG:
+        key, value = "respond.chat_tokens", settings.chat_tokens
+        mend = "lower it (or respond.prompt_tokens) and add --set-aside, or start the server with a longer context"
+    elif commonest == "tool_calls":
+        key, value = "respond.server.api", settings.server.api
+        mend = "use completions and add --set-aside: over chat a call comes without the text that the target wrote, unless the server gives ids"
+    if settings.server is not None:
+        # None of it is worth keeping, and kept it would be taken for what the next server says.
+        for path in [*(path for side in empty for path, _ in sides[side]), *job.work.glob("journal-*.jsonl")]:
+            path.unlink(missing_ok=True)
+    raise DraftstillError(f"no response of the side {empty[0]!r} can be kept: {count} of {finish.total()} ended by {commonest!r}"
+                          + (f" ({dict(finish)})" if len(finish) > 1 else ""), key=key, value=value, mend=mend)  # fmt: skip
 
 
 def _prompts(job: _Job, side: str) -> list[Prompt]:
     recipe, split = job.recipe, SIDES[side]
     key = "respond.prompts" if side == "train" else "respond.heldout_prompts"
     asked = recipe.respond.prompts if side == "train" else recipe.respond.heldout_prompts
-    documents = read_documents(job.corpus, split)
+    documents = stored_documents(job.corpus, split)
     prompts = _mixed(job, documents, asked, side) if recipe.respond.shares else cut_prompts(
         documents, asked, recipe.respond, job.target.tokenizer, recipe.seed, context=job.context, refusals=job.refusals
     )  # fmt: skip
@@ -177,7 +228,8 @@ def _mixed(job: _Job, documents: list[Any], asked: int, side: str) -> list[Promp
         elif kind == "cut":
             prompts += cut(source, count, settings, tokenizer, seed)
         elif count:
-            prompts += synthetic_prompts(source, count, settings, tokenizer, seed, _writer(job), f"instructions-{side}", job.refusals)
+            prompts += synthetic_prompts(source, count, settings, tokenizer, seed, _writer(job), f"instructions-{side}", job.refusals,
+                                         job.known)  # fmt: skip
     return prompts
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftstill.decode import Network
 from draftstill.distill.ranks import Ranks
-from draftstill.distill.shards import read_info, write_shard
+from draftstill.distill.shards import digest, read_info, shard_name, write_shard
 from draftstill.distill.sources import Text
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress
@@ -198,15 +198,15 @@ def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int,
     A shard's rows are batched by length among themselves, so what it holds depends neither on where an attempt stopped nor on who makes it.
 
     Raises:
-        DraftstillError: a shard that lies there already belongs to another recording, or is damaged.
+        DraftstillError: a shard that lies there already belongs to another recording, holds other texts, or is damaged.
     """
     here = here or Ranks()
-    groups = [(n, texts[at : at + per_shard]) for n, at in enumerate(range(0, len(texts), per_shard)) if here.mine(n)]
+    groups = [(n, group) for n, group in enumerate(sharded(texts, per_shard)) if here.mine(n)]
     total = sum(len(t.ids) for _, group in groups for t in group)
     with Progress(label, total, "tokens", quiet=not here.main) as progress:
         done = 0
         for number, group in groups:
-            path = folder / f"shard-{number:05d}.safetensors"
+            path = folder / shard_name(number)
             size = sum(len(t.ids) for t in group)
             if path.exists():
                 _refuse_foreign(path, group, mark)
@@ -221,6 +221,11 @@ def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int,
             progress.update(done)
 
 
+def sharded(texts: Sequence[Text], per_shard: int) -> list[Sequence[Text]]:
+    """The texts of each shard."""
+    return [texts[at : at + per_shard] for at in range(0, len(texts), per_shard)]
+
+
 def by_length(texts: Sequence[Text], batch: int) -> list[list[int]]:
     """Places of texts in batches of similar length."""
     order = sorted(range(len(texts)), key=lambda i: (len(texts[i].ids), i))
@@ -231,11 +236,15 @@ def save_shard(path: Path, texts: Sequence[Text], columns: Sequence[dict[str, Te
     """Write scored texts as one shard."""
     whole = {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
     write_shard(path, [t.ids for t in texts], [t.start for t in texts], whole, masks=[t.only for t in texts],
-                kinds=[t.kind for t in texts], mark=mark, **scorer.bits)  # type: ignore[arg-type] # fmt: skip
+                kinds=[t.kind for t in texts], after=[t.after for t in texts], mark=mark, **scorer.bits)  # type: ignore[arg-type] # fmt: skip
 
 
 def _refuse_foreign(path: Path, texts: Sequence[Text], mark: str) -> None:
-    info = read_info(path)
+    """A shard of an earlier attempt must be whole, of this recording, and of these very texts: those of a source may have changed since."""
+    info = read_info(path, whole=True)
     if info.get("mark") != mark or info["offsets"].diff().tolist() != [len(t.ids) for t in texts]:
         raise DraftstillError(f"the shard {path.name} in {path.parent} belongs to another recording (another target, tokenizer or text)",
+                              mend="delete that folder and record again")  # fmt: skip
+    if info["digest"].tolist() != [digest(t.ids) for t in texts]:
+        raise DraftstillError(f"the shard {path.name} in {path.parent} holds other texts than those that are recorded now",
                               mend="delete that folder and record again")  # fmt: skip

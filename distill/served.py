@@ -21,6 +21,7 @@ from draftstill.distill.prompts import encode
 from draftstill.distill.servers import Client, ServerError, each
 from draftstill.distill.sources import Text
 from draftstill.errors import DraftstillError
+from draftstill.progress import say
 from draftstill.recipe import Record
 
 Law = list[tuple[int, float]]
@@ -147,9 +148,12 @@ class Served:
             raise self._refused(
                 "it is neither vLLM, SGLang nor llama.cpp, and gives no ids", "set record.mode: text and train.loss.name: ce"
             )
-        drafted = about.kind == "llama.cpp" and self.client.complete(Ask(ids[:_PROBED], 8)).raw.get("timings", {}).get("draft_n")
-        if about.speculates or drafted:
+        timings = self.client.complete(Ask(ids[:_PROBED], 8)).raw.get("timings") if about.kind == "llama.cpp" else None
+        if about.speculates or (timings or {}).get("draft_n"):
             raise self._refused("it decodes speculatively", "start it without a draft for the recording")
+        if about.speculates is None and timings is None:
+            say("  record.server: this server does not say whether it decodes speculatively; see that it runs without a draft, behind whose tokens "
+                "log-probabilities may be missing or another law's")  # fmt: skip
         ids = list(ids[:_PROBED])
         positions = range(len(ids))
         whole, cut = self.laws(ids, positions), self.laws(ids, positions, min(2, self.k), CUT)

@@ -139,7 +139,11 @@ class Client:
         mend = {401: "name the variable that holds the key: api_key_env", 403: "name the variable that holds the key: api_key_env",
                 404: "does the server have this endpoint, and serve this model?"}.get(status or 0, "is the server up, and is this its address?")  # fmt: skip
         return ServerError(
-            f"the server: {problem}", status=status, key=f"{self.key}.url", value=self.url, mend=mend if status != 400 else None
+            f"the server: {problem}",
+            status=status,
+            key=f"{self.key}.url",
+            value=self.url,
+            mend=mend if status not in (400, 413, 422) else None,
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ Where a text stops at a limit its law is cut with it, so a source never has to k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftstill.corpus import read_documents
+from draftstill.corpus import iter_documents
 from draftstill.distill.prompts import encode, opening, seed_of
 from draftstill.distill.responses import read_responses
 from draftstill.errors import DraftstillError
@@ -24,22 +26,27 @@ if TYPE_CHECKING:
 
 _SHORTEST = 32
 """Tokens of a document piece worth a row of its own."""
+_SPARE = 8
+"""Places looked at for each piece that is wanted: a text has several bytes per token, so that most places beyond its end are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """Token ids, and the positions whose next token's law is learnt from."""
 
-    ids: list[int]
+    ids: Sequence[int]
+    """An ``array``, where texts are many: 4 bytes a token."""
     start: int = 0
     """First supervised position."""
     kind: str = "response"
     """One of ``shards.KINDS``."""
-    only: tuple[int, ...] | None = None
+    only: Sequence[int] | None = None
     """Supervised positions, ascending; None: all from ``start`` on."""
+    after: int = -1
+    """The token that was written behind the last one; -1: none. Its own law is nobody's business, but ``ce`` learns from it, and so where to end."""
 
     @property
-    def supervised(self) -> range | tuple[int, ...]:
+    def supervised(self) -> Sequence[int]:
         return range(self.start, len(self.ids)) if self.only is None else self.only
 
 
@@ -84,7 +91,16 @@ def held_out(materials: Materials) -> list[Text]:
 
 def as_written(text: Text) -> Text:
     """Supervised where the next token was written, for want of a law: not at the end."""
-    return replace(text, only=tuple(at for at in text.supervised if at + 1 < len(text.ids)))
+    last = len(text.ids) - 1
+    only = range(text.start, max(text.start, last)) if text.only is None else [at for at in text.only if at < last]
+    return replace(text, only=only, after=-1)
+
+
+def cut_off(ids: Sequence[int], length: int, *, ended: bool) -> tuple[array[int], int]:
+    """The first ``length`` tokens of a text, and the one behind them (-1: none). A text that ended does so with a token that nobody asks to go on from:
+    it is only ever behind."""
+    end = min(length, len(ids) - ended)
+    return array("i", ids[:end]), ids[end] if end < len(ids) else -1
 
 
 def in_shares(texts: list[Text], shares: dict[str, float]) -> list[Text]:
@@ -130,14 +146,13 @@ def responses(materials: Materials, side: str = "train") -> Iterator[Text]:
     """
     record, behind, kept = materials.recipe.record, 0, 0
     for row in read_responses(materials.responses, side):
-        ids = [*row["prompt"], *row["response"]]
-        if row["finish"] == "eos" and record.mode != "text":
-            ids.pop()  # nobody asks what follows the end; where there are no laws, that it came is all that tells of it
+        # Where there are no laws, that the end came is all that tells of it.
+        ended = row["finish"] == "eos" and record.mode != "text"
+        ids, after = cut_off([*row["prompt"], *row["response"]], record.sequence_length, ended=ended)
         start = row["supervised_from"] if side == "train" else len(row["prompt"]) - 1
-        ids = ids[: record.sequence_length]
         if start < len(ids):
             kept += 1
-            yield Text(ids, start)
+            yield Text(ids, start, after=after)
         else:
             behind += 1
     if behind:
@@ -151,28 +166,58 @@ def responses(materials: Materials, side: str = "train") -> Iterator[Text]:
 
 def documents(materials: Materials) -> Iterator[Text]:
     """Pieces of training documents, in an order that takes from everywhere, until document_tokens are reached."""
-    recipe, tokenizer = materials.recipe, materials.target.tokenizer
+    recipe = materials.recipe
     wanted, length = recipe.record.document_tokens, recipe.record.sequence_length
     if not wanted:
         return
-    first = opening(tokenizer)
-    pieces: list[tuple[int, list[int]]] = []
-    for document in read_documents(materials.corpus, "train"):
-        ids = encode(tokenizer, document.text)
-        step = length - len(first)
-        for at in range(0, len(ids), step):
-            if len(piece := ids[at : at + step]) >= _SHORTEST:
-                pieces.append((seed_of(recipe.seed, "piece", document.id, at), [*first, *piece]))
-    pieces.sort(key=lambda p: p[0])
+    first = opening(materials.target.tokenizer)
     taken = 0
-    for _, piece in pieces:
-        if taken >= wanted:
-            break
-        if len(text := piece[: wanted - taken]) >= 2:
-            yield Text(text, kind="document")
-        taken += len(piece)
+    for piece, after in _pieces(materials, wanted, length - len(first), len(first)):
+        whole = [*first, *piece]
+        end = min(len(whole), wanted - taken)
+        if end >= 2:
+            yield Text(array("i", whole[:end]), kind="document", after=whole[end] if end < len(whole) else after)
+        taken += len(whole)
     if taken < wanted and materials.here.main:
         say(f"  record.document_tokens: the training documents hold {taken:,} tokens, not {wanted:,}")
+
+
+def _pieces(materials: Materials, wanted: int, step: int, lead: int) -> list[tuple[array[int], int]]:
+    """The first pieces by a number that hangs on document and place alone, enough for ``wanted`` tokens with ``lead`` more for each; and what follows
+    each one in its document (-1: nothing). Pieces are ``step`` tokens long, the last one of a document at least _SHORTEST.
+
+    Where a document ends is known once it is tokenised, so more places than are wanted are drawn, up to one token per byte, and only the
+    documents of those are tokenised. A corpus has no bound; what is held is in proportion to ``wanted``.
+    """
+    seed, tokenizer = materials.recipe.seed, materials.target.tokenizer
+    count = _SPARE * (wanted // (step + lead) + 1)
+    while True:
+        places = (
+            (seed_of(seed, "piece", document.id, at), number, at)
+            for number, document in enumerate(iter_documents(materials.corpus, "train"))
+            for at in range(0, len(document.text.encode()), step)
+        )
+        drawn = heapq.nsmallest(count, places)
+        of: dict[int, list[int]] = {}
+        for _, number, at in drawn:
+            of.setdefault(number, []).append(at)
+        there: dict[tuple[int, int], tuple[array[int], int]] = {}
+        for number, document in enumerate(iter_documents(materials.corpus, "train")):
+            if number in of:
+                ids = encode(tokenizer, document.text)
+                there |= {
+                    (number, at): (array("i", ids[at : at + step]), ids[at + step] if at + step < len(ids) else -1)
+                    for at in of[number]
+                    if min(step, len(ids) - at) >= _SHORTEST
+                }
+        found, held = [], 0
+        for _, number, at in drawn:
+            if held < wanted and (number, at) in there:
+                found.append(there[number, at])
+                held += lead + len(found[-1][0])
+        if held >= wanted or len(drawn) < count:
+            return found
+        count *= 4
 
 
 def describe(texts: list[Text]) -> dict[str, Any]:

@@ -28,26 +28,38 @@ _ECHO_SHARE = 0.5
 """An instruction half of whose 5-word windows stand in the passage copies it."""
 _SPARE = 1.25
 """More passages are asked about than instructions are missing, since some replies are refused."""
+_DRY = 512
+"""So many passages in a row without an instruction: this target writes none."""
 
 
 def synthetic_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, write: Written, stem: str,
-                      refusals: Refusals) -> list[Prompt]:  # fmt: skip
-    """Up to ``count`` prompts, each an instruction of the target's own about another passage; fewer where the passages run out.
+                      refusals: Refusals, known: set[str] | None = None) -> list[Prompt]:  # fmt: skip
+    """Up to ``count`` prompts, each an instruction of the target's own about another passage; fewer where the passages run out, or where the
+    target writes none.
 
     Args:
         write: has the target answer prompts; what it wrote lies on disk under names that begin with the stem.
+        known: instructions that were given before, for another side of the split; those that are found join them.
 
     Raises:
         DraftstillError: the target's tokenizer has no chat template.
     """
     require_template(tokenizer, "respond.shares", "synthetic")
     asked, found = 0, list[Prompt]()
-    known: set[str] = set()
-    spots = passages(documents, int(_SPARE * _SPARE * count) + 64, settings.synthetic.passage_tokens, tokenizer, seed, shorter=True)
-    turn = 0
-    while len(found) < count and asked < len(spots):
-        batch = spots[asked : asked + int(_SPARE * (count - len(found))) + 4]
+    known = set() if known is None else known
+    spots: list[tuple[str, list[int]]] = []
+    spent, turn, dry = False, 0, 0
+    while len(found) < count and dry < _DRY:
+        wanted = asked + int(_SPARE * (count - len(found))) + 4
+        if wanted > len(spots) and not spent:
+            # More than are wanted now: to find them, every document is looked through.
+            spots = passages(documents, 2 * wanted, settings.synthetic.passage_tokens, tokenizer, seed, shorter=True)
+            spent = len(spots) < 2 * wanted
+        batch = spots[asked:wanted]
+        if not batch:
+            break
         asked += len(batch)
+        dry += len(batch)
         prompts = [_asking(f"{name}?", tokenizer.decode(ids), settings, tokenizer) for name, ids in batch]
         rows = write(f"{stem}-{turn}", prompts, settings.synthetic.instruction_tokens)
         turn += 1
@@ -60,6 +72,7 @@ def synthetic_prompts(documents: Sequence[Document], count: int, settings: Respo
                 refusals.add(f"{name}?", reason, text[:200])
             elif len(found) < count:
                 known.add(_bare(text))
+                dry = 0
                 found.append(templated(f"{name}?", [{"role": "user", "content": text}], tokenizer, "synthetic"))
     return found
 

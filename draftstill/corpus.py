@@ -6,92 +6,74 @@ and accounts for every row: read = kept + the sum over reasons. The split is dec
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftstill.dedupe import group_documents, seen_shares
+from draftstill.documents import Document, iter_documents, read_documents, stored_documents
 from draftstill.errors import DraftstillError
+from draftstill.frozen import contents_of, hash_of, refuse_other_test_set
 from draftstill.gathering import Gathering, compared_text
 from draftstill.progress import Progress, say
-from draftstill.readers import is_local
+from draftstill.readers import local_path
 from draftstill.recipe import Corpus, Recipe
 from draftstill.runfolder import RunFolder, read_json
 from draftstill.sides import SPLITS, choose_sides
 from draftstill.stages import stages
 
-
-@dataclass(frozen=True)
-class Document:
-    """One document or conversation; ``group`` is the id of the first document of its group, and a group has one split."""
-
-    id: str
-    split: str
-    group: str
-    text: str
-    """A document's text; of a conversation, its turns one below the other, for statistics, comparison and scoring as a document."""
-    messages: list[dict[str, Any]] | None = None
-    """A conversation's turns in OpenAI form; None for plain documents."""
-    tools: list[dict[str, Any]] | None = None
-    """Tools that the conversation offered the model, in OpenAI form."""
+__all__ = ["SPLITS", "Document", "iter_documents", "prepare_corpus", "read_documents", "stored_documents"]
 
 
 def prepare_corpus(recipe: Recipe, run: RunFolder) -> Path:
     """Make the ``corpus`` stage, or reuse it; returns its folder. Kept text waits on disk while it is compared.
 
     Raises:
-        DraftstillError: a missing source, no usable document, too many faulty rows, too few groups to hold any out, or a test set other
-            than the frozen one.
+        DraftstillError: a missing source, no usable document, too many faulty rows, a file whose rest cannot be read, too few groups to hold
+            any out, or a test set other than the frozen one.
     """
     corpus = recipe.corpus
-    if is_local(corpus.source) and run.path.resolve().is_relative_to(Path(corpus.source).expanduser().resolve()):
+    root = local_path(corpus.source)
+    if root is not None and run.path.resolve().is_relative_to(root.resolve()):
         raise DraftstillError("the run folder lies inside the corpus folder, so that its own results would be read as text", key="run_dir",
                               value=str(run.path), mend=f"give a run_dir outside of {corpus.source}")  # fmt: skip
     stage = stages(recipe, run)["corpus"]
     if stage.done:
-        _refuse_other_test_set(corpus, read_json(stage.folder / "provenance.json")["facts"])
+        facts = read_json(stage.folder / "provenance.json")["facts"]
+        refuse_other_test_set(corpus, facts, run, lambda: contents_of(stage.folder))
         return stage.folder
     work = stage.begin()
     gathered = Gathering(corpus, work)
     gathered.gather()
     _write(work / "rejected.jsonl", gathered.rejected())
+    _refuse_lost(corpus, gathered, work / "rejected.jsonl")
     _refuse_faulty(corpus, gathered, work / "rejected.jsonl")
     _refuse_none(corpus, gathered)
 
     with Progress("compare", 1, "bands") as progress:
         pairs = gathered.sketches.near_duplicates(corpus.near_duplicates, lambda done, all_: _shown(progress, done, all_))
-    groups = group_documents(gathered.families, pairs)
-    side_of = choose_sides({g: gathered.digests[g] for g in set(groups)}, len(groups), corpus.heldout_fraction, recipe.seed)
+    groups = group_documents(len(gathered.ids), gathered.families.pairs(), pairs)
+    smallest: dict[int, bytes] = {}
+    for group, digest in zip(groups, gathered.digests, strict=True):
+        smallest[group] = min(digest, smallest.get(group, digest))
+    side_of = choose_sides(smallest, len(groups), corpus.heldout_fraction, recipe.seed)
     sides = [side_of[g] for g in groups]
     facts = {**_facts(gathered, groups, sides, len(pairs)), "heldout_13grams_in_train": _overlap(gathered, sides)}
-    _refuse_other_test_set(corpus, facts)
+    refuse_other_test_set(corpus, facts, run, lambda: dict(_of_test(gathered, sides)))
     _write(work / "documents.jsonl", _documents(gathered, groups, sides))
     folder = stage.finish(**facts)
     _report(facts, folder)
     return folder
 
 
-def read_documents(folder: str | Path, split: str) -> list[Document]:
-    """The documents of one split (``train``, ``validation`` or ``test``) of a finished corpus stage, in reading order."""
-    return list(iter_documents(folder, split))
-
-
-def iter_documents(folder: str | Path, split: str) -> Iterator[Document]:
-    """The same, one by one."""
-    if split not in SPLITS:
-        raise ValueError(f"split is one of {SPLITS}, not {split!r}")
-    with open(Path(folder) / "documents.jsonl", encoding="utf-8", newline="\n") as file:
-        for line in file:
-            row = json.loads(line)
-            if row["split"] == split:
-                yield Document(**row)
+def _of_test(gathered: Gathering, sides: list[str]) -> Iterator[tuple[bytes, str]]:
+    """Digests and ids of the test documents."""
+    return ((digest, i) for digest, i, side in zip(gathered.digests, gathered.ids, sides, strict=True) if side == "test")
 
 
 def _shown(progress: Progress, done: int, total: int) -> None:
@@ -116,6 +98,16 @@ def _documents(gathered: Gathering, groups: list[int], sides: list[str]) -> Iter
     for row_id, group, side, line in zip(gathered.ids, groups, sides, gathered.kept(), strict=True):
         head = json.dumps({"id": row_id, "split": side, "group": gathered.ids[group]}, ensure_ascii=False).encode()
         yield head[:-1] + b", " + line[1:]  # what was kept is a JSON object of its own
+
+
+def _refuse_lost(corpus: Corpus, gathered: Gathering, listing: Path) -> None:
+    """A file that ends early may lack one row or most of them; the share of rejected rows would not show it."""
+    if not gathered.lost or corpus.damaged == "keep":
+        return
+    first = gathered.lost[0]
+    problem = f"the rest of {len(gathered.lost):,} {'file' if len(gathered.lost) == 1 else 'files'} cannot be read, from {first.id} on: {first.reason}"
+    raise DraftstillError(problem + (f", {first.detail}" if first.detail else ""), key="corpus.damaged", value=corpus.damaged,
+                          mend=f"fetch or write the file again; or set it to keep, and do without the rest; all rejected rows are in {listing}")  # fmt: skip
 
 
 def _refuse_faulty(corpus: Corpus, gathered: Gathering, listing: Path) -> None:
@@ -152,20 +144,10 @@ def _refuse_none(corpus: Corpus, gathered: Gathering) -> None:
     raise DraftstillError(f"none of {gathered.read:,} rows was kept ({found})", key=key, value=value, mend=mend)
 
 
-def _refuse_other_test_set(corpus: Corpus, facts: dict[str, Any]) -> None:
-    found = facts.get("test_sha256")
-    if corpus.test_sha256 is not None and found != corpus.test_sha256:
-        raise DraftstillError(
-            "the test documents are not the frozen ones, so scores could not be compared", key="corpus.test_sha256", value=corpus.test_sha256,
-            mend=f"restore the corpus, the seed and the settings they came from; or, to begin a new series, set it to {found}",
-        )  # fmt: skip
-
-
 def _facts(gathered: Gathering, groups: list[int], sides: list[str], pairs: int) -> dict[str, Any]:
     lengths, side = np.array(gathered.lengths), np.array(sides)
     low, middle, high = np.percentile(lengths, [10, 50, 90]).astype(int).tolist()
     reasons = dict(sorted(gathered.reasons.items()))
-    test = sorted(digest for digest, s in zip(gathered.digests, sides, strict=True) if s == "test")
     facts = {
         "read": gathered.read,
         "kept": len(gathered.ids),
@@ -173,14 +155,19 @@ def _facts(gathered: Gathering, groups: list[int], sides: list[str], pairs: int)
         "exact_duplicates": reasons.get("exact duplicate", 0),
         "near_duplicate_pairs": pairs,
         "crowded_buckets": gathered.sketches.crowded,
+        "commonplace_prompts": gathered.families.commonplace,
         "groups": len(set(groups)),
         "largest_group": max(Counter(groups).values()),
         "splits": {s: {"documents": int((side == s).sum()), "characters": int(lengths[side == s].sum())} for s in SPLITS},
         "characters": {"p10": low, "median": middle, "p90": high, "longest": int(lengths.max())},
-        "test_sha256": hashlib.sha256(b"".join(test)).hexdigest(),
+        "test_sha256": hash_of(digest for digest, _ in _of_test(gathered, sides)),
     }
     if gathered.meter.files:
         facts["files"] = {"read": gathered.meter.files, "left_alone": dict(sorted(gathered.meter.others.items()))}
+    if gathered.meter.revision:
+        facts["revision"] = gathered.meter.revision
+    if gathered.lost:
+        facts["damaged"] = [row.id for row in gathered.lost]
     if gathered.meter.guesses:
         facts["shapes"] = dict(sorted(gathered.meter.guesses.items()))
     if gathered.conversations:
@@ -199,6 +186,14 @@ def _overlap(gathered: Gathering, sides: list[str]) -> dict[str, float]:
 def _report(facts: dict[str, Any], folder: Path) -> None:
     rejected = ", ".join(f"{count:,} {reason}" for reason, count in facts["rejected"].items()) or "none"
     say(f"corpus: {facts['read']:,} rows read, {facts['kept']:,} kept; rejected: {rejected}")
+    if "damaged" in facts:
+        damaged = facts["damaged"]
+        say(
+            f"  DAMAGED: what stood from these rows on could not be read and is missing: {', '.join(damaged[:8])}"
+            + (", ..." if len(damaged) > 8 else "")
+        )
+    if "revision" in facts:
+        say(f"  commit {facts['revision']}; corpus.dataset_revision pins it")
     left = facts.get("files", {}).get("left_alone")
     if left:
         say(f"  files of other kinds, left alone: {', '.join(f'{count:,} {end}' for end, count in left.items())}")
@@ -208,7 +203,10 @@ def _report(facts: dict[str, Any], folder: Path) -> None:
     if "redacted" in facts:
         replaced = ", ".join(f"{count:,} {kind}" for kind, count in facts["redacted"]["replaced"].items())
         say(f"  redacted in {facts['redacted']['documents']:,} rows: {replaced}")
-    say(f"  {facts['groups']:,} groups ({facts['near_duplicate_pairs']:,} near-duplicate pairs); no group stands on two sides")
+    say(f"  {facts['groups']:,} groups ({facts['near_duplicate_pairs']:,} near-duplicate pairs), the largest of {facts['largest_group']:,} documents; "
+        "no group stands on two sides")  # fmt: skip
+    if facts["commonplace_prompts"]:
+        say(f"  {facts['commonplace_prompts']:,} prompts that very many others go on from (a greeting, say) join none of them")
     if facts["crowded_buckets"]:
         say(f"  {facts['crowded_buckets']:,} times over a thousand documents shared a phrase and were compared in part")
     for split, counted in facts["splits"].items():

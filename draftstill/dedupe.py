@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +193,18 @@ def _buckets(keys: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start:stop]
 
 
-def group_documents(families: Sequence[str | None], pairs: Iterable[tuple[int, int, float]]) -> list[int]:
-    """For each document the lowest index of its group: near duplicates, and members of one family, share a group."""
-    groups = Groups(len(families))
+def group_documents(count: int, families: Iterable[tuple[int, int]], pairs: Iterable[tuple[int, int, float]]) -> list[int]:
+    """For each of ``count`` documents the lowest index of its group: near duplicates, and members of one family, share a group.
+
+    Args:
+        families: pairs of documents that connect each family.
+        pairs: near duplicates, with their similarity.
+    """
+    groups = Groups(count)
+    for one, other in families:
+        groups.join(one, other)
     for one, other, _ in pairs:
         groups.join(one, other)
-    first: dict[str, int] = {}
-    for number, family in enumerate(families):
-        if family is not None:
-            groups.join(first.setdefault(family, number), number)
     return groups.roots()
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftstill.dedupe import Sketches
+from draftstill.families import Families
 from draftstill.progress import Progress
-from draftstill.readers import FAULTS, Meter, Row, compared, read_rows, redacted
+from draftstill.readers import CUT, FAULTS, Meter, Row, compared, prompt_keys, read_rows, redacted
 from draftstill.recipe import Corpus
 from draftstill.redact import Redactor
 
@@ -34,16 +35,21 @@ class Gathering:
         self.corpus, self.read = corpus, 0
         self.reasons: Counter[str] = Counter()
         self.first_fault: Row | None = None
+        self.lost: list[Row] = []
+        """Rows behind which the rest of a file could not be read."""
         self.ids: list[str] = []
-        self.families: list[str | None] = []
+        self.families = Families()
+        """What kept documents share: the name of a conversation, a prompt. A row that is the copy of a kept one joins what both belong to."""
         self.digests: list[bytes] = []
         """SHA-256 of each kept document's content, cut to 16 bytes; of the text, or of messages and tools."""
         self.lengths = array("q")
         """Characters of each kept document."""
         self.conversations = self.turns = self.with_tools = 0
         self.meter, self.redactor, self.sketches = Meter(), Redactor(corpus.redact), Sketches(folder)
+        self._details = Redactor(corpus.redact)
         self._kept, self._rejected = tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._first: dict[bytes, int] = {}
+        self._names: set[str] = set()
 
     @property
     def faults(self) -> dict[str, int]:
@@ -70,10 +76,21 @@ class Gathering:
         if row.reason is None:
             self._keep(row)
             return
-        self.reasons[row.reason] += 1
+        row = row._replace(detail=self._told(row.detail))
+        self.reasons[row.reason or ""] += 1
         if self.first_fault is None and row.reason in FAULTS:
             self.first_fault = row
+        if row.lost:
+            self.lost.append(row)
         self._rejected.write(_line({"id": row.id, "reason": row.reason, "detail": row.detail}))
+
+    def _told(self, detail: str) -> str:
+        """A detail quotes the row, which was not redacted. An excerpt's last word may be half of what has a form when it is whole."""
+        if not self.corpus.redact:
+            return detail
+        cut = detail.endswith(CUT)
+        text = str(self._details.replace(detail, beside=detail)[0])
+        return text.removesuffix(CUT).rpartition(" ")[0] + CUT if cut else text
 
     def _checked(self, row: Row) -> Row:
         text = row.text or ""
@@ -87,23 +104,29 @@ class Gathering:
         if "\0" in text:
             return reject("NUL character", f"at character {text.index(chr(0))}: binary data, or UTF-16 without a byte order mark")
         try:
-            content = json.dumps([row.messages, row.tools] if row.messages else text, ensure_ascii=False, sort_keys=True).encode()
+            digest = content_digest(text, row.messages, row.tools)
         except UnicodeEncodeError:
             return reject("lone surrogate", "half of a UTF-16 pair, which no UTF-8 file can hold")
-        digest = hashlib.sha256(content).digest()[:_DIGEST]
-        first = self._first.setdefault(digest, len(self.ids))
-        if first != len(self.ids):
+        if (first := self._first.get(digest)) is not None:
+            if row.family is not None:
+                self.families.name(first, row.family)
             return reject("exact duplicate", f"of {self.ids[first]}")
+        if row.id in self._names:
+            return reject("repeated id", "another row has this id; give each file a name of its own")
+        self._names.add(row.id)
+        self._first[digest] = len(self.ids)
         self.digests.append(digest)
         return row
 
     def _keep(self, row: Row) -> None:
-        text = row.text or ""
+        text, number = row.text or "", len(self.ids)
         self.ids.append(row.id)
-        self.families.append(row.family)
         self.lengths.append(len(text))
         self.sketches.add(text if row.messages is None else compared(row.messages))
+        if row.family is not None:
+            self.families.name(number, row.family)
         if row.messages is not None:
+            self.families.prompts(number, list(prompt_keys(row.messages)))
             self.conversations += 1
             self.turns += len(row.messages)
             self.with_tools += row.tools is not None or any("tool_calls" in m for m in row.messages)
@@ -119,6 +142,16 @@ class Gathering:
         """The list of rejected rows as JSONL, from its beginning."""
         self._rejected.seek(0)
         return self._rejected
+
+
+def content_digest(text: str, messages: list[dict[str, Any]] | None, tools: list[dict[str, Any]] | None) -> bytes:
+    """What makes a document or conversation the same as another, in 16 bytes.
+
+    Raises:
+        UnicodeEncodeError: a lone surrogate.
+    """
+    content = json.dumps([messages, tools] if messages else text, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(content.encode()).digest()[:_DIGEST]
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",  # its threads fight with torch's, and it warns when a process forks
     "WANDB_MODE": "offline",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats itself to the bit with one of fixed size only; this is torch's own on Hopper
 }
 """Defaults for libraries that read them when imported; a value the user has set stands."""
 

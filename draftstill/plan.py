@@ -14,7 +14,7 @@ from typing import Literal
 from draftstill.estimates import Estimates, cost_of, estimate, faults_of_drafts, sizes_of_drafts, target_size
 from draftstill.machine import cores, cpu_has_bf16, cpu_model, memory_gib
 from draftstill.progress import duration
-from draftstill.readers import is_local
+from draftstill.readers import local_path
 from draftstill.recipe import Adapt, Draft, Recipe
 from draftstill.recipe_io import recipe_reference
 from draftstill.runfolder import RunFolder, Stage, read_json
@@ -62,10 +62,10 @@ def problems(recipe: Recipe) -> list[str]:
             found.append(f"{key}.sha256: missing; a wheel needs its hash")
         elif source.lower().endswith(".gguf") and not Path(source).expanduser().is_file():
             found.append(f"{key}.source: there is no file {source!r}")
-    corpus = recipe.corpus.source
-    if is_local(corpus) and not Path(corpus).expanduser().exists():
+    corpus, root = recipe.corpus.source, local_path(recipe.corpus.source)
+    if root is not None and not root.exists():
         found.append(f"corpus.source: there is no file or folder {corpus!r}")
-    elif is_local(corpus) and Path(recipe.run_dir).resolve().is_relative_to(Path(corpus).expanduser().resolve()):
+    elif root is not None and Path(recipe.run_dir).resolve().is_relative_to(root.resolve()):
         found.append("run_dir: lies inside the corpus folder, which would make its own results part of the text; give another")
     target = target_size(recipe)
     for name, fault in faults_of_drafts(recipe, target).items():

@@ -72,7 +72,7 @@ def through(last: str, recipe: Recipe, run: RunFolder) -> None:
     of = lambda kind: [stage for name, stage in found.items() if kind_of(name) == kind]  # noqa: E731 - one, of drafts several
     refuse_early([stage for kind in kinds for stage in of(kind)], run)
     if any(not stage.done for kind in kinds if kind in ("adapted", "responses", "recording", "draft") for stage in of(kind)):
-        face("train", "preflight_all")(recipe)
+        face("train", "preflight_all")(recipe, here="draft" in kinds)
     for number, kind in enumerate(kinds, 1):
         verb, meaning = TITLES[kind]
         group = of(kind)

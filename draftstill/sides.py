@@ -11,13 +11,13 @@ SPLITS = ("train", "validation", "test")
 
 
 def choose_sides(groups: Mapping[int, bytes], documents: int, fraction: float, seed: int) -> dict[int, str]:
-    """The split of each group, by a hash of its first document's content and the seed.
+    """The split of each group, by the seed and the smallest digest among its documents: neither names nor the order of reading decide.
 
     A group's place does not hang on the others, so documents that come later move no document from the test into the training, as long as
     they join no group that was there. The share is therefore an expectation; a side that came out empty takes the nearest group.
 
     Args:
-        groups: the digest of each group's first document.
+        groups: the smallest digest of each group's documents.
         documents: their number, for the message.
         fraction: expected share of groups that validate or test, half of it each.
 

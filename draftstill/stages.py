@@ -5,22 +5,20 @@ corpus -> [adapted ->] responses -> recording -> draft (one or several) -> score
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 from draftstill.errors import DraftstillError
-from draftstill.hashes import remembered_hash
+from draftstill.hashes import hash_files
 from draftstill.machine import cpu_has_bf16
-from draftstill.recipe import Recipe, Source, Target
+from draftstill.readers import content_files
+from draftstill.recipe import Corpus, Recipe, Source, Target
 from draftstill.recipe_io import candidate_recipes as several
 from draftstill.runfolder import FAILED, RunFolder, Stage, read_json, write_json
 
 FORMAT = 1
 """Version of the files that stages write; raised when older folders can no longer be read."""
-
-_LARGE = 64 << 20
 
 
 def resolved_device(recipe: Recipe) -> str:
@@ -45,27 +43,23 @@ def trains_in_bf16(recipe: Recipe) -> bool:
     return resolved_device(recipe) == "cuda" or cpu_has_bf16()
 
 
-def content_of(source: str, *, whole: bool = False) -> str | None:
-    """A hash that changes when a local file or folder changes; None for anything that is not local.
-
-    Large files count by size and their first and last MiB, so that asking about a 16 GB model stays quick; with ``whole`` by all their bytes,
-    as a log must that is edited in the middle.
-    """
+def content_of(source: str) -> str | None:
+    """A hash that changes when a local file or folder changes; None for anything that is not local. Of large files it looks at size and ends only."""
     path = Path(source).expanduser()
     if not path.exists():
         return None
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{size}\0".encode())
-        if whole or size <= _LARGE:
-            digest.update(remembered_hash(file).encode())
-        else:
-            with open(file, "rb") as handle:
-                digest.update(handle.read(1 << 20))
-                handle.seek(-(1 << 20), os.SEEK_END)
-                digest.update(handle.read())
-    return digest.hexdigest()
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return hash_files(((str(p.relative_to(path)) if path.is_dir() else p.name, p) for p in files), whole=False)
+
+
+def text_content_of(corpus: Corpus, *, whole: bool = False) -> str | None:
+    """The same of a corpus, by the files that are read: what lies hidden beside them, or is left out, decides nothing.
+
+    Args:
+        whole: look at all bytes of large files, too: a log may be edited in the middle.
+    """
+    files = content_files(corpus)
+    return None if files is None else hash_files(files, whole=whole)
 
 
 def _identity(source: Source) -> dict[str, object]:
@@ -102,9 +96,15 @@ def kind_of(stage: str) -> str:
     return stage.partition("-")[0]
 
 
-def note_failure(stage: Stage, error: Exception) -> None:
-    """Write down why a candidate's draft could not be made, so that the others go on without it."""
-    write_json(stage.begin() / FAILED, {"fingerprint": stage.fingerprint, "error": type(error).__name__, "problem": str(error)})
+def note_failure(stage: Stage, error: Exception, traceback: str | None = None) -> None:
+    """Write down why a candidate's draft could not be made, so that the others go on without it.
+
+    Args:
+        traceback: of an error that is no fault of the recipe's; its problem then begins with its kind, since its words alone may say nothing.
+    """
+    problem = (str(error) or type(error).__name__) if traceback is None else f"{type(error).__name__}: {error}"
+    told = {} if traceback is None else {"traceback": traceback}
+    write_json(stage.begin() / FAILED, {"fingerprint": stage.fingerprint, "error": type(error).__name__, "problem": problem, **told})
 
 
 def failure(stage: Stage) -> str | None:
@@ -132,9 +132,9 @@ def published_draft(recipe: Recipe, run: RunFolder) -> tuple[str, Recipe, Stage]
 
 def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
     """All stages of the run by name in their order, each fingerprint covering those before it."""
-    limits = {"max_rejected", "test_sha256"}  # what is refused, not what is made
+    limits = {"max_rejected", "damaged", "test_sha256"}  # what is refused, not what is made
     corpus = run.stage("corpus", {"format": FORMAT, "seed": recipe.seed, "corpus": recipe.corpus.model_dump(mode="json", exclude=limits),
-                                  "content": content_of(recipe.corpus.source, whole=True)})  # fmt: skip
+                                  "content": text_content_of(recipe.corpus, whole=True)})  # fmt: skip
     target: object = _identity(recipe.target)
     found = [corpus]
     if recipe.adapt is not None:
@@ -157,7 +157,7 @@ def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
         heads = {name: own.draft.head_tokens for name, (own, _) in there.items()}
     scored: dict[str, object] = {"draft": fingerprints, "evaluate": recipe.evaluate.decisive(), "head_tokens": heads}
     if recipe.evaluate.domains:
-        scored["domains"] = {name: content_of(d.source) for name, d in recipe.evaluate.domains.items()}
+        scored["domains"] = {name: text_content_of(d) for name, d in recipe.evaluate.domains.items()}
     score = run.stage("score", scored)
     sending = {"repo_id", "private", "pull_request", "tag", "collection"}  # where it goes, not what it is
     published = run.stage("published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude=sending)})

@@ -13,24 +13,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from draftstill.errors import DraftstillError
-from draftstill.readers.conversations import compared, redacted
-from draftstill.readers.files import File, Meter, decoded, folder_files, unpacked
-from draftstill.readers.hub import hub_files, is_hub
+from draftstill.readers.conversations import compared, prompt_keys, redacted, text_of
+from draftstill.readers.files import File, Meter, folder_files, included, kind_of, name_of, open_files
+from draftstill.readers.hub import hub_files, hub_folder, is_hub
 from draftstill.readers.licences import licence_rows, licences_folder, unwrap
 from draftstill.readers.ontologies import ontology_rows
-from draftstill.readers.rows import FAULTS, Row, Unusable, document, rejected
+from draftstill.readers.rows import CUT, FAULTS, Row, Unusable, document, rejected
+from draftstill.readers.streams import decoded, unpacked
 from draftstill.readers.tables import table_rows
 from draftstill.recipe import Corpus
 from draftstill.sources import is_wheel, wheel_files
 
-__all__ = ["FAULTS", "Meter", "Row", "compared", "is_local", "read_rows", "redacted", "unwrap"]
+__all__ = [
+    "CUT",
+    "FAULTS",
+    "Meter",
+    "Row",
+    "Unusable",
+    "compared",
+    "content_files",
+    "local_path",
+    "prompt_keys",
+    "read_rows",
+    "redacted",
+    "text_of",
+    "unwrap",
+]
 
 STANDARD_INPUT = "-"
 
 
-def is_local(source: str) -> bool:
-    """Whether the source is a path of this machine."""
-    return source != STANDARD_INPUT and not is_wheel(source) and not is_hub(source)
+def local_path(source: str) -> Path | None:
+    """Where the source lies on this machine, there or not; None: elsewhere. ``hf:FOLDER`` lies here."""
+    if is_hub(source):
+        return hub_folder(source)
+    return None if source == STANDARD_INPUT or is_wheel(source) else Path(source).expanduser()
+
+
+def content_files(corpus: Corpus) -> list[tuple[str, Path]] | None:
+    """(name, path) of the files of this machine that decide what is read; None where the source lies elsewhere or is not there."""
+    root = local_path(corpus.source)
+    if root is None or not root.exists():
+        return None
+    if root.is_file():
+        return [(name_of(Path(root.name)), root)]
+    if is_hub(corpus.source):
+        return open_files(root)  # which of them make the split, ``datasets`` learns from several of them
+    licences = licences_folder(root) if corpus.format in ("auto", "licensedcode") else None
+    if licences is not None or corpus.format == "licensedcode":
+        return [(name_of(path.relative_to(root)), path) for path in licences.glob("*.LICENSE")] if licences else []
+    return [(name, path) for name, path in open_files(root) if kind_of(name, corpus.format)[0] and included(name, corpus.include)]
 
 
 def read_rows(corpus: Corpus, meter: Meter | None = None) -> Iterator[Row]:
@@ -44,7 +76,7 @@ def read_rows(corpus: Corpus, meter: Meter | None = None) -> Iterator[Row]:
         yield from _standard_input(corpus, meter)
         return
     if is_hub(corpus.source):
-        yield from _file_rows(hub_files(corpus), corpus, meter)
+        yield from _file_rows(hub_files(corpus, meter), corpus, meter)
         return
     root = _root(corpus)
     licences = licences_folder(root) if corpus.format in ("auto", "licensedcode") else None
@@ -88,7 +120,7 @@ def _text(file: File, corpus: Corpus, meter: Meter) -> Row:
             raise Unusable("too long", f"more than {limit:,} bytes")
         return document(file.name, decoded(data))
     except Unusable as error:
-        return rejected(file.name, error)
+        return rejected(file.name, error)._replace(lost=False)  # one document, and all of it is named
 
 
 def _standard_input(corpus: Corpus, meter: Meter) -> Iterator[Row]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from draftstill.readers.records import parse
 from draftstill.readers.rows import Row, Unusable, excerpt
+from draftstill.readers.values import parse
 from draftstill.redact import Redactor
 
 Messages = list[dict[str, Any]]
@@ -18,8 +20,10 @@ ROLES = {
     "function_response": "tool", "tool_response": "tool", "function": "function", "function_call": "function_call", "tool_call": "function_call",
 }  # fmt: skip
 """Names of roles in logs, lower-cased, and OpenAI's. A ``function_call`` is an assistant's turn whose text is the call."""
-_INSTRUCTING = ("system", "developer")
+INSTRUCTING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_KEY = 16
+"""Bytes of a SHA-256 that tell prompts apart."""
 
 
 def conversation(value: object) -> Messages:
@@ -86,23 +90,37 @@ def _check_content(content: object, role: str, number: int, calls: bool) -> None
         if not calls:
             raise Unusable("null content", f"turn {number} ({role})")
         return
-    if isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict) and part.get("type") not in _TEXT_PARTS:
-                raise Unusable("not only text", f"turn {number} ({role}) has a part of type {excerpt(repr(part.get('type')))}")
-            if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-                raise Unusable("bad messages", f"turn {number} ({role}) has a part without text")
-    elif not isinstance(content, str):
-        raise Unusable("not a string", f"the content of turn {number} ({role}) is {type(content).__name__}")
-    if role == "user" and not text_of(content).strip():
+    try:
+        text = text_of(content)
+    except Unusable as error:
+        raise Unusable(error.reason, f"turn {number} ({role}): {error.detail}") from None
+    if role == "user" and not text.strip():
         raise Unusable("empty turn", f"turn {number} (user)")
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content: a string, null, or parts."""
+    """The text of a message's content: a string, null, or parts, which stand one behind the other as chat templates set them. A part is a
+    string or an object with ``text`` and a type that means text, or none.
+
+    Raises:
+        Unusable: an image or sound, or no content at all.
+    """
     if isinstance(content, list):
-        return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
-    return content if isinstance(content, str) else ""
+        return "".join(map(_part, content))
+    if content is None or isinstance(content, str):
+        return content or ""
+    raise Unusable("not a string", f"the content is {type(content).__name__}")
+
+
+def _part(part: object) -> str:
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if kind is not None and kind not in _TEXT_PARTS:
+            raise Unusable("not only text", f"a part of type {excerpt(repr(kind))}")
+        part = part.get("text")
+    if not isinstance(part, str):
+        raise Unusable("bad messages", "a part without text")
+    return part
 
 
 def _spoken(message: dict[str, Any]) -> str:
@@ -128,8 +146,28 @@ def readable(messages: Messages) -> str:
 
 def compared(messages: Messages) -> str:
     """What makes a conversation differ from others: its turns without the instructions, which a service gives to all."""
-    said = [_spoken(m) for m in messages if m["role"] not in _INSTRUCTING]
+    said = [_spoken(m) for m in messages if m["role"] not in INSTRUCTING]
     return "\n".join(part for part in said if part)
+
+
+def prompt_keys(messages: Messages) -> Iterator[bytes]:
+    """16 bytes for every prompt in a conversation: its turns before each of the assistant's, and all of them where nobody has answered the
+    last. Instructions are left out: they are the service's, not the asker's. A log that writes down each request with all that went before it
+    holds one conversation in many rows, and they share these.
+    """
+    digest, asked = hashlib.sha256(), False
+    for message in messages:
+        if message["role"] in INSTRUCTING:
+            continue
+        if message["role"] == "assistant":
+            if asked:
+                yield digest.digest()[:_KEY]
+            asked = False
+        else:
+            asked = True
+        digest.update(json.dumps([message["role"], _spoken(message).strip()]).encode())
+    if asked:
+        yield digest.digest()[:_KEY]
 
 
 def checked_tools(value: object) -> list[dict[str, Any]] | None:

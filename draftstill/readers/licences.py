@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from draftstill.errors import DraftstillError
+from draftstill.readers.files import name_of
 from draftstill.readers.rows import Row
 from draftstill.recipe import Corpus
 
@@ -24,9 +25,13 @@ def licence_rows(folder: Path, corpus: Corpus) -> Iterator[Row]:
     known: set[str] = set()
     for path in sorted(folder.glob("*.LICENSE"), key=lambda p: p.name):
         # Versions of one agreement are keyed google-maps-tos-2020-04-02, ...-2020-05-06: the first word names the family.
-        key, family = path.stem, path.stem.split("-", 1)[0]
+        key = name_of(Path(path.stem))
+        family = key.split("-", 1)[0]
         try:
             head, text = _front_matter(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise DraftstillError(f"cannot read {key}: {error.strerror or error}", key="corpus.source", value=corpus.source,
+                                  mend="see to the disk; the same command reads anew") from None  # fmt: skip
         except UnicodeDecodeError as error:
             yield Row(key, None, "not UTF-8", f"byte {error.start}")
             continue

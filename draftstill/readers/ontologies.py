@@ -15,9 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from draftstill.readers.files import File, Meter, decoded, unpacked, utf8_lines
+from draftstill.readers.files import File, Meter
 from draftstill.readers.records import records
 from draftstill.readers.rows import Row, Unusable, document, rejected
+from draftstill.readers.streams import decoded, unpacked, utf8_lines
 from draftstill.recipe import Corpus
 
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
@@ -68,7 +69,7 @@ def _terms(file: File, corpus: Corpus, meter: Meter) -> Iterator[_Term | Row]:
     try:
         yield from read[suffix](file, corpus, meter)
     except Unusable as error:
-        yield rejected(file.name, error)
+        yield rejected(file.name, Unusable(error.reason, error.detail, lost=True))
 
 
 def _obo(file: File, corpus: Corpus, meter: Meter) -> Iterator[_Term | Row]:

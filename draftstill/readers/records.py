@@ -7,12 +7,15 @@ give every tool call the arguments of all others.
 from __future__ import annotations
 
 import io
-import json
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from draftstill.readers.files import File, Meter, decoded, encoding_of, unpacked, utf8_lines
+from draftstill.readers.files import File, Meter
+from draftstill.readers.lists import items
 from draftstill.readers.rows import Unusable
+from draftstill.readers.streams import decoded, encoding_of, source, unpacked, utf8_lines
+from draftstill.readers.values import parse
 
 Record = tuple[str, dict[str, Any] | Unusable]
 """Id, and the row's value or why there is none."""
@@ -20,39 +23,8 @@ Record = tuple[str, dict[str, Any] | Unusable]
 _LARGEST_OBJECT = 256 << 20
 """A .json file that is one object cannot be read piecewise."""
 _PARQUET_ROWS = 256
-
-
-class _Repeated(ValueError):
-    pass
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        seen: set[str] = set()
-        raise _Repeated(next(k for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
-    return value
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
-
-
-def parse(text: str) -> Any:
-    """A JSON value; a repeated key is an error, since Python would silently take the last.
-
-    Raises:
-        Unusable: not JSON.
-    """
-    try:
-        return _DECODER.decode(text)
-    except _Repeated as error:
-        raise Unusable("repeated key", repr(str(error))) from None
-    except (ValueError, RecursionError) as error:
-        raise Unusable("bad JSON", str(error)) from None
+_LINES = 8
+"""Lines of a .json file that tell whether each of them is a row."""
 
 
 def records(file: File, limit: int, meter: Meter | None = None) -> Iterator[Record]:
@@ -63,51 +35,76 @@ def records(file: File, limit: int, meter: Meter | None = None) -> Iterator[Reco
         for number, record in enumerate(kind(file, limit, meter), 1):  # noqa: B007 - the number names the row after the last good one
             yield record
     except Unusable as error:  # the file is damaged from here on
-        yield f"{file.name}:{number + 1}", error
+        yield f"{file.name}:{number + 1}", Unusable(error.reason, error.detail, lost=True)
 
 
 def _row(name: str, value: Any) -> Record:
-    return name, value if isinstance(value, dict) else Unusable("not an object", type(value).__name__)
+    return name, value if isinstance(value, dict | Unusable) else Unusable("not an object", type(value).__name__)
 
 
 def _lines(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
-    with unpacked(file, meter) as stream:
-        yield from _stream_lines(file.name, stream, limit)
-
-
-def _stream_lines(name: str, stream: io.BufferedReader, limit: int) -> Iterator[Record]:
     try:
-        for number, line in enumerate(utf8_lines(stream, limit), 1):
-            if line is None:
-                yield f"{name}:{number}", Unusable("too long", f"a row of more than {limit:,} bytes")
-            elif line.strip():
-                try:
-                    yield _row(f"{name}:{number}", parse(decoded(line)))
-                except Unusable as error:
-                    yield f"{name}:{number}", error
+        with unpacked(file, meter) as stream:
+            for number, line in enumerate(utf8_lines(stream, limit), 1):
+                if line is None:
+                    yield f"{file.name}:{number}", Unusable("too long", f"a row of more than {limit:,} bytes")
+                elif line.strip():
+                    try:
+                        yield _row(f"{file.name}:{number}", parse(decoded(line)))
+                    except Unusable as error:
+                        yield f"{file.name}:{number}", error
     except UnicodeDecodeError as error:
         raise Unusable("not UTF-8", f"{error.encoding}: {error.reason}") from None
 
 
 def _json(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
+    form = _form(file, limit)
+    if form == "lines":
+        yield from _lines(file, limit, meter)
+        return
     with unpacked(file, meter) as stream:
-        encoding = encoding_of(stream)
-        if stream.peek(64).decode(encoding, "ignore").lstrip()[:1] == "[":
-            yield from _array(file.name, io.TextIOWrapper(stream, encoding=encoding), limit)
+        if form == "list":
+            yield from (_row(f"{file.name}:{number}", value) for number, value in enumerate(items(stream, limit), 1))
             return
         data = stream.read(_LARGEST_OBJECT + 1)
         if len(data) > _LARGEST_OBJECT:
             raise Unusable("too long", f"one object of more than {_LARGEST_OBJECT >> 20} MiB; write one row a line, as .jsonl")
-    text = decoded(data)
-    if not text.strip():
-        return
     try:
-        yield from _object(file.name, parse(text))
-    except Unusable as error:
-        if error.reason != "bad JSON" or "\n" not in text.strip():
-            raise
-        # Many .json files hold one object a line.
-        yield from _stream_lines(file.name, io.BufferedReader(io.BytesIO(text.encode("utf-8", "surrogatepass"))), limit)  # type: ignore[arg-type]
+        text = decoded(data)
+        if text.strip():
+            yield from _object(file.name, parse(text))
+    except Unusable as error:  # one object is one row
+        yield f"{file.name}:1", error
+
+
+def _form(file: File, limit: int) -> str:
+    """``list``, ``lines`` (one object a line: many .json files are JSON Lines) or ``object``, by the first lines."""
+    count, whole = 0, list[bool]()
+    try:
+        with unpacked(file) as stream:
+            if _beginning(stream) == "[":
+                return "list"
+            for line in itertools.islice((x for x in utf8_lines(stream, limit) if x is None or x.strip()), _LINES):
+                count += 1
+                if line is not None:
+                    whole.append(_is_object(line))
+    except Unusable:
+        count += 1  # damaged further on: what stands before it is read
+    except UnicodeDecodeError:
+        pass
+    return "lines" if count > 1 and whole and (whole[0] or 2 * sum(whole) >= len(whole)) else "object"
+
+
+def _beginning(stream: io.BufferedReader) -> str:
+    """The first character that is no space, where it is among the first ones."""
+    return stream.peek(64).decode(encoding_of(stream), "ignore").lstrip()[:1]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse(decoded(line)), dict)
+    except Unusable:
+        return False
 
 
 def _object(name: str, value: Any) -> Iterator[Record]:
@@ -118,52 +115,14 @@ def _object(name: str, value: Any) -> Iterator[Record]:
             yield from (_row(f"{name}:{number}", row) for number, row in enumerate(lists[0], 1))
             return
         if len(value) > 1 and all(isinstance(v, dict) for v in value.values()):
-            yield from (_row(f"{name}:{key}", row) for key, row in value.items())
+            yield from (_row(f"{name}:{_utf8(key)}", row) for key, row in value.items())
             return
     yield _row(f"{name}:1", value)
 
 
-def _array(name: str, text: io.TextIOWrapper, limit: int) -> Iterator[Record]:
-    """The items of a JSON array, read piecewise. A damaged item ends the file: where the next one begins cannot be known."""
-    buffer, number = text.read(1 << 16).lstrip()[1:], 0
-    try:
-        while True:
-            buffer = buffer.lstrip()
-            if not buffer or buffer == ",":
-                more = text.read(1 << 16)
-                if not more:
-                    raise Unusable("bad JSON", "the file ends inside its list")
-                buffer += more
-                continue
-            if buffer[0] == "]":
-                return
-            if buffer[0] == ",":
-                buffer = buffer[1:].lstrip()
-            number += 1
-            value, buffer = _item(buffer, text, limit)
-            yield _row(f"{name}:{number}", value)
-    except UnicodeDecodeError as error:
-        raise Unusable("not UTF-8", f"byte {error.start}") from None
-
-
-def _item(buffer: str, text: io.TextIOWrapper, limit: int) -> tuple[Any, str]:
-    size = 1 << 16
-    while True:
-        try:
-            value, end = _DECODER.raw_decode(buffer)
-            if end < len(buffer) or not isinstance(value, int | float):  # a number at the very end may go on
-                return value, buffer[end:]
-            problem = "the file ends inside its list"
-        except _Repeated as error:
-            raise Unusable("repeated key", f"{str(error)!r}; the rest of the file was not read") from None
-        except (ValueError, RecursionError) as error:
-            problem = f"{error}; the rest of the file was not read"
-        if len(buffer) > limit:
-            raise Unusable("too long", f"an item of more than {limit:,} characters; the rest of the file was not read")
-        more = text.read(size)
-        if not more:
-            raise Unusable("bad JSON", problem)
-        buffer, size = buffer + more, 2 * size
+def _utf8(key: str) -> str:
+    """Half of a surrogate pair, escaped: ids are written as UTF-8."""
+    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def _parquet(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
@@ -171,7 +130,7 @@ def _parquet(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
     import pyarrow.parquet
 
     number = 0
-    with file.opened() as raw:
+    with source(file) as raw:
         try:
             for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=_PARQUET_ROWS):
                 for value in batch.to_pylist():
@@ -180,6 +139,7 @@ def _parquet(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
                 if meter is not None:
                     meter.at(raw.tell())
         except (pyarrow.ArrowException, OSError) as error:
+            raw.check()
             raise Unusable("damaged parquet", str(error).splitlines()[0]) from None
     if meter is not None:
         meter.finished(file)

@@ -16,30 +16,35 @@ class Row(NamedTuple):
     """Rows of one family stay on one side of the split."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    lost: bool = False
+    """Behind this row its file holds others that could not be read; nobody knows how many."""
 
 
 class Unusable(Exception):
-    """A row that no document can be made of."""
+    """A row that no document can be made of; with ``lost`` the rest of its file could not be read either."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", *, lost: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.lost = reason, detail, lost
 
 
 FAULTS = frozenset({
     "not UTF-8", "damaged gzip", "damaged zstd", "damaged parquet", "damaged database", "bad JSON", "repeated key", "not an object",
     "missing field", "not a string", "lone surrogate", "NUL character", "empty", "bad front matter", "bad messages", "unknown role", "null content",
-    "empty turn", "empty conversation", "no user turn", "bad tools", "failed response", "no request", "repeated custom_id",
+    "empty turn", "empty conversation", "no user turn", "bad tools", "failed response", "no request", "repeated custom_id", "nested too deeply",
+    "repeated id", "rest not read",
 })  # fmt: skip
 """Reasons that are faults of the input. Others (too short, too long, duplicate, another category) are choices of the recipe."""
 
 _SHOWN = 60
+CUT = " ..."
+"""Ends an excerpt that is not the whole value."""
 
 
 def excerpt(value: object) -> str:
     """A value's beginning on one line, for a message."""
     text = " ".join(str(value).split())
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + CUT
 
 
 def names_of(row: dict[str, Any]) -> str:
@@ -60,4 +65,4 @@ def document(row_id: str, text: object, family: str | None = None) -> Row:
 
 
 def rejected(row_id: str, error: Unusable) -> Row:
-    return Row(row_id, None, error.reason, error.detail)
+    return Row(row_id, None, error.reason, error.detail, lost=error.lost)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draftstill.readers.conversations import checked_tools, compared, conversation, readable
+from draftstill.readers.conversations import INSTRUCTING, checked_tools, compared, conversation, plain, readable, text_of
 from draftstill.readers.rows import Row, Unusable, document, excerpt, names_of
 
 _ABSENT = object()
@@ -56,7 +56,7 @@ class Shape:
             answer = at("answer") if answer is None and at("answer") is not _ABSENT else answer
         else:
             turns, answer = self._turns(value, answer)
-        messages = conversation(turns)
+        messages = _instructed(at("system"), conversation(turns))
         if answer is not None:
             messages += conversation([{"role": "user", "content": "-"}, _as_message(answer)])[1:]
         tools = None if at("tools") is _ABSENT else checked_tools(at("tools"))
@@ -90,9 +90,14 @@ class Shape:
             raise Unusable("empty turn", "the prompt")
         if response is None and reply in fields:
             raise Unusable("null content", "the response")
-        system = _at(value, fields.get("system"))
-        first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-        return [*first, {"role": "user", "content": asked}], response
+        return [{"role": "user", "content": asked}], response
+
+
+def _instructed(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns behind the row's own system prompt, unless they begin with instructions already."""
+    if not isinstance(system, str | list) or not text_of(system).strip() or messages[0]["role"] in INSTRUCTING:
+        return messages
+    return [{"role": "system", "content": plain(system)}, *messages]
 
 
 def _as_message(answer: object) -> object:
@@ -133,9 +138,8 @@ def guess(rows: Iterable[dict[str, Any]]) -> Shape | None:
         return shape
     first = lambda names: next((n for n in names if any(isinstance(row.get(n), str | int) for row in rows)), None)  # noqa: E731
     if "text" not in fields:
-        fields["tools"] = "tools"
-    if "prompt" in fields or "instruction" in fields:
         fields["system"] = first(_SYSTEM) or _SYSTEM[0]
+        fields["tools"] = "tools"
     if group := first(_GROUPS):
         fields["group"] = group
     return Shape.of(shape.name, fields)

@@ -92,3 +92,13 @@ class Recipe(Section):
                 "train.loss.temperature must equal record.temperature in topk and auto mode, or leave it out; use record.mode: hidden for another"
             )
         return self
+
+    @model_validator(mode="after")
+    def _cuts_are_recorded(self) -> Recipe:
+        largest = max(loss.top_k for loss in self.train.losses)
+        if self.record.mode in ("topk", "auto") and largest > self.record.top_k:
+            raise ValueError(
+                f"train.loss.top_k ({largest}) must be at most record.top_k ({self.record.top_k}) in topk and auto mode: what is cut beyond the recorded "
+                "ids is not known; lower it, raise record.top_k, or use record.mode: hidden"
+            )
+        return self

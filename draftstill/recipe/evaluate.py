@@ -59,7 +59,7 @@ class Evaluate(Section):
     batches: tuple[PositiveInt, ...] = (1,)
     """Texts decoded side by side. More than [1] measures throughput under load at each, and from which one on speculation stops paying."""
     load_prompts: PositiveInt = 32
-    """Requests of each measurement under load, at least twice the largest batch."""
+    """Requests of a measurement under load, at least sixteen times the largest batch (eight blocks of two for each row)."""
     backend: Literal["auto", "eager", "graphs", "compile"] = "auto"
     """How the decoder's rounds run, plain decoding's included: ``graphs`` captured on CUDA, ``compile`` through torch.compile as well,
     ``auto`` graphs on CUDA and ``eager`` elsewhere. What cannot be had runs eagerly, and the report says why."""
@@ -98,5 +98,6 @@ class Evaluate(Section):
     def decisive(self) -> dict[str, Any]:
         """What decides the score's content, as JSON holds it; keys added later are left out where they change nothing."""
         default = type(self)().model_dump(mode="json")
-        mine = self.model_dump(mode="json", exclude=set(_LOAD))
+        limits: dict[str, Any] = {"domains": {"__all__": {"damaged"}}}  # what is refused, not what is scored
+        mine = self.model_dump(mode="json", exclude=limits | dict.fromkeys(_LOAD, True))
         return {k: v for k, v in mine.items() if k not in _LATER or v != default[k]}

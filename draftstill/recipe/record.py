@@ -54,7 +54,7 @@ class Record(Section):
     shard_sequences: PositiveInt = 64
     """Sequences per shard; a restart loses at most one shard."""
     mirror: str | None = None
-    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests."""
+    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests; it is tried before anything is scored."""
 
     @model_validator(mode="after")
     def _draft_is_there(self) -> Record:

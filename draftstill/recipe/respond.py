@@ -52,7 +52,7 @@ class Respond(Section):
     heldout_prompts: PositiveInt = 32
     """Held-out prompts whose responses validate the training."""
     shares: dict[PromptKind, Annotated[float, Field(gt=0.0)]] = {}
-    """Shares of the kinds of prompts, for example {real: 2, synthetic: 1}. ``real``: a conversation up to its last assistant turn. ``cut``: an opening or
+    """Shares of the kinds of prompts, for example {real: 2, synthetic: 1}. ``real``: a conversation without the answer it ends with. ``cut``: an opening or
     a passage of a document. ``synthetic``: an instruction that the target invents about a passage. Default: conversations are real prompts,
     documents are cut, as the corpus has them."""
     prompt_tokens: PositiveInt = 64

@@ -13,7 +13,7 @@ Private = Literal["email", "phone", "card", "iban", "ip", "key"]
 
 _TOGETHER: dict[str, set[str]] = {
     "text": {"group"},
-    "messages": {"answer", "tools", "group"},
+    "messages": {"answer", "system", "tools", "group"},
     "prompt": {"response", "system", "tools", "group"},
     "instruction": {"input", "output", "system", "tools", "group"},
 }
@@ -61,6 +61,9 @@ class Corpus(Section):
     """Stop after this many documents."""
     max_rejected: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """Refuse a corpus of which a larger share of the rows is faulty (damaged, empty, of another shape). What the recipe leaves out is no fault."""
+    damaged: Literal["refuse", "keep"] = "refuse"
+    """What to do about a file of which the rest cannot be read (cut off, a damaged packing): nobody knows how many rows that is. ``keep`` goes on with
+    the rows before the damage, and says so."""
     redact: tuple[Private, ...] = ()
     """Replace these by placeholders such as <EMAIL_1> before anything else sees the text."""
     heldout_fraction: Fraction = 0.1

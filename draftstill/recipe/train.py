@@ -38,7 +38,7 @@ class Loss(Section):
     """Divides both sides' logits inside the loss. Default: record.temperature, and nothing else in ``topk`` mode, whose tail is
     only known there. Not the sampling temperature."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Cut both laws to their k most probable tokens inside the loss, as the deployment would (0: all)."""
+    """Cut both laws to their k most probable tokens inside the loss, as the deployment would (0: all). At most record.top_k in topk and auto mode."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Cut both laws to their smallest set that holds this much, after top_k."""
     switch: Switch | None = None

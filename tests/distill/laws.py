@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftstill.distill.divergences import Objective, alpha, bucketed, cross_entropy, cut_record, divergence, kept
+from draftstill.distill.divergences import Objective, alpha, bucketed, cross_entropy, divergence, kept
 from draftstill.distill.fused import STATS, Teacher, fused_loss
 
 N, H, V, K = 37, 24, 211, 16
@@ -50,8 +50,9 @@ def run(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objective, **
     return loss.detach(), hidden.grad, head.grad, dict(zip(STATS, stats.tolist(), strict=True))
 
 
-def per_token(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objective, offset_V: Tensor | None = None) -> Tensor:
-    """The oracle's loss of each token, from whole logits."""
+def per_token(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objective, offset_V: Tensor | None = None,
+              whole_NV: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The oracle's loss of each token, from whole logits. ``whole_NV``: the target's whole law, without which a recording cannot be cut."""
 
     def law(z: Tensor) -> Tensor:
         return z.masked_fill(~kept(z.detach(), objective.top_k, objective.top_p), -torch.inf).softmax(-1)
@@ -62,10 +63,13 @@ def per_token(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objecti
         outcomes = law(teacher.hidden_NH @ teacher.head_VH.T / objective.temperature), q
     else:
         assert teacher.ids_NK is not None and teacher.p_NK is not None and teacher.tail_N is not None
-        p_NK, tail_N = teacher.p_NK * (teacher.ids_NK >= 0), teacher.tail_N
+        used, p_NK, tail_N = teacher.ids_NK >= 0, teacher.p_NK, teacher.tail_N
         if objective.cuts:
-            p_NK, tail_N = cut_record(p_NK, tail_N, objective.top_k, objective.top_p)
-        outcomes = bucketed(q, teacher.ids_NK, p_NK, tail_N)
+            assert whole_NV is not None
+            assert used.all()
+            cut = law(whole_NV.log())
+            p_NK, tail_N = cut.gather(1, teacher.ids_NK), cut.scatter(1, teacher.ids_NK, 0.0).sum(-1)
+        outcomes = bucketed(q, teacher.ids_NK, p_NK * used, tail_N)
     total = torch.zeros(len(hidden), dtype=hidden.dtype)
     for name, weight in objective.terms:
         if name == "ce":
@@ -77,10 +81,10 @@ def per_token(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objecti
 
 
 def oracle(hidden: Tensor, head: Tensor, teacher: Teacher, objective: Objective, *, weight_N: Tensor | None = None,
-           offset_V: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+           offset_V: Tensor | None = None, whole_NV: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Per-token losses and autograd's gradients of their weighted sum."""
     hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    losses = per_token(hidden, head, teacher, objective, offset_V)
+    losses = per_token(hidden, head, teacher, objective, offset_V, whole_NV)
     (losses * (1 if weight_N is None else weight_N)).sum().backward()
     assert hidden.grad is not None and head.grad is not None
     return losses.detach(), hidden.grad, head.grad

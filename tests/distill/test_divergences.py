@@ -117,10 +117,12 @@ def test_what_is_kept_is_what_the_decoder_keeps(top_k: int, top_p: float) -> Non
 
 def test_a_cut_beyond_the_record_keeps_the_bucket() -> None:
     p, tail = torch.tensor([[0.5, 0.2, 0.1]] * 2, dtype=torch.float64), torch.tensor([0.2, 0.2], dtype=torch.float64)
-    same, left = cut_record(p, tail, 4, 1.0)
-    assert torch.equal(same, p) and torch.equal(left, tail)
-    same, left = cut_record(p, tail, 0, 0.9)
-    assert torch.allclose(same, p) and torch.allclose(left, tail)
+    beyond, left = cut_record(p, tail, 4, 1.0)  # the fourth id has at most what the third has
+    assert torch.allclose(beyond, p / 0.9) and torch.allclose(left, torch.full_like(tail, 0.1 / 0.9))
+    beyond, left = cut_record(p, tail, 5, 1.0)
+    assert torch.allclose(beyond, p) and torch.allclose(left, tail)
+    beyond, left = cut_record(p, tail, 0, 0.9)  # the nucleus holds .9 of it, and a little more
+    assert torch.allclose(beyond, p / 0.9) and torch.allclose(left, torch.full_like(tail, 0.1 / 0.9))
     cut, left = cut_record(p, tail, 0, 0.6)
     assert torch.allclose(cut[0], torch.tensor([5 / 7, 2 / 7, 0], dtype=torch.float64)) and left.sum() == 0
 

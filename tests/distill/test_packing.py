@@ -68,10 +68,10 @@ def test_hidden_states_of_eight_bits() -> None:
 
 def test_packed_ids() -> None:
     ids = torch.tensor([0, 1, 255, 256, 65_535, 65_536, 151_935, (1 << 24) - 1], dtype=torch.int32)
-    packed = pack_ids(ids)
-    assert packed.dtype == torch.uint8 and packed.shape == (8, 3) and unpack_ids(packed).tolist() == ids.tolist()
+    packed, table = pack_ids(ids)
+    assert packed.dtype == torch.uint8 and packed.shape == (8, 3) and table is None and unpack_ids(packed).tolist() == ids.tolist()
     assert unpack_ids(ids[:5].to(torch.uint16)).tolist() == ids[:5].tolist()
-    assert unpack_ids(pack_ids(ids[:0])).tolist() == []
+    assert unpack_ids(pack_ids(ids[:0])[0]).tolist() == []
     with pytest.raises(ValueError, match="3 bytes"):
         pack_ids(torch.tensor([1 << 24]))
 

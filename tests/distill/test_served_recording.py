@@ -188,6 +188,23 @@ def test_a_server_that_speculates_is_refused() -> None:
         scorer(server.url).probe([9, 20, 31, 42])
 
 
+def test_a_server_that_does_not_tell_whether_it_speculates_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def hidden(kind: str, **bad: Any) -> Any:
+        inner = served(kind, **bad)
+        return lambda path, body: (404, {}) if path in ("/metrics", "/get_server_info", "/server_info", "/slots") else inner(path, body)
+
+    for kind in KINDS:
+        with fake(hidden(kind, timings=None), kind) as server:
+            scorer(server.url).probe([9, 20, 31, 42])
+        assert "does not say whether it decodes speculatively" in capsys.readouterr().out, kind
+        with fake(served(kind), kind) as server:
+            scorer(server.url).probe([9, 20, 31, 42])
+        assert "speculatively" not in capsys.readouterr().out, kind
+    with fake(hidden("llama.cpp", timings={"predicted_n": 8}), "llama.cpp") as server:
+        scorer(server.url).probe([9, 20, 31, 42])
+    assert "speculatively" not in capsys.readouterr().out, "an answer that counts no drafted tokens tells it"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cap_on_the_ids_is_said_with_what_to_do(kind: str) -> None:
     with fake(served(kind, cap=5), kind) as server, pytest.raises(DraftstillError) as caught:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftstill.corpus import read_documents
 from draftstill.decode import Decoder, ModelDrafter, Network, Request, Sampling
 from draftstill.decode.trace import Round, Trace
-from draftstill.distill import Recording, Text, cut_prompts, inspect, record, recorder, seed_of
+from draftstill.distill import Recording, Text, inspect, read_responses, record, recorder, seed_of
 from draftstill.distill.replay import rejected
 from draftstill.distill.shards import write_manifest
 from draftstill.distill.sources import bucketed, describe, in_shares
@@ -71,14 +70,13 @@ def test_a_rejection_lies_before_the_corrected_token() -> None:
 
 
 def test_replay_holds_exactly_the_rejected_positions_of_the_trace(mixed: Path, draft: Path) -> None:
-    recipe = load_recipe(mixed.parent.parent / "recipe.yaml")
-    prompts = cut_prompts(read_documents(finished() / "run" / "corpus", "train"), 9, recipe.respond, make_tokenizer(), recipe.seed)
+    prompts = list(read_responses(mixed.parent / "responses", "train"))[:9]
     target = Network(make_model(), vocab=REAL)
     decoder = Decoder(target, ModelDrafter(Network(disturbed(), vocab=REAL), GAMMA), sampling=Sampling(0.7), eos=(1,))
     wanted = {}
     for prompt in prompts:
-        (trace,) = decoder.run([Request(prompt.ids, 24, seed=seed_of(0, "replay", prompt.id))])
-        at, text = len(prompt.ids), [*prompt.ids, *trace.tokens]
+        (trace,) = decoder.run([Request(prompt["prompt"], 24, seed=seed_of(0, "replay", prompt["prompt_id"]))])
+        at, text = len(prompt["prompt"]), [*prompt["prompt"], *trace.tokens]
         places = []
         for r in trace.rounds:  # by hand, from the counts alone
             if r.emitted > r.accepted and r.accepted < r.proposed:
@@ -86,13 +84,14 @@ def test_replay_holds_exactly_the_rejected_positions_of_the_trace(mixed: Path, d
             at += r.emitted
         places = [p for p in places if p < min(48, len(text) - (trace.finish == "eos"))]
         if places:
-            wanted[tuple(text[: places[-1] + 1])] = places
+            wanted[tuple(text[: places[-1] + 1])] = places, text[places[-1] + 1]
     recording = Recording(mixed / "train")
     replays = [i for i in range(len(recording)) if recording.kind(i) == "replay"]
-    assert {tuple(recording[i].tokens.tolist()): recording[i].rows.tolist() for i in replays} == wanted
-    assert sum(map(len, wanted.values())) > 20, "the draft is rejected now and then"
+    assert {tuple(recording[i].tokens.tolist()): (recording[i].rows.tolist(), recording[i].after) for i in replays} == wanted
+    count = sum(len(places) for places, _ in wanted.values())
+    assert count > 20, "the draft is rejected now and then"
     batch = collate(recording, replays)
-    assert batch.tokens == sum(recording.supervised(i) for i in replays) == sum(map(len, wanted.values()))
+    assert batch.tokens == sum(recording.supervised(i) for i in replays) == count
     width = batch.ids_BT.shape[1]
     assert batch.rows_N.tolist() == [b * width + p for b, i in enumerate(replays) for p in recording[i].rows.tolist()]
 
@@ -113,13 +112,12 @@ def test_only_supervised_laws_are_kept_and_they_are_the_targets(mixed: Path) -> 
 
 
 def test_rollouts_are_the_drafts_own_texts(mixed: Path) -> None:
-    recipe = load_recipe(mixed.parent.parent / "recipe.yaml")
-    prompts = cut_prompts(read_documents(finished() / "run" / "corpus", "train"), 7, recipe.respond, make_tokenizer(), recipe.seed)
+    prompts = list(read_responses(mixed.parent / "responses", "train"))[:7]
     decoder = Decoder(Network(disturbed(), vocab=REAL), sampling=Sampling(0.7), eos=(1,))
     wanted = []
     for prompt in prompts:
-        (trace,) = decoder.run([Request(prompt.ids, 24, seed=seed_of(0, "rollout", prompt.id))])
-        wanted.append([*prompt.ids, *(trace.tokens[:-1] if trace.finish == "eos" else trace.tokens)])
+        (trace,) = decoder.run([Request(prompt["prompt"], 24, seed=seed_of(0, "rollout", prompt["prompt_id"]))])
+        wanted.append([*prompt["prompt"], *(trace.tokens[:-1] if trace.finish == "eos" else trace.tokens)])
     recording = Recording(mixed / "train")
     found = [recording[i].tokens.tolist() for i in range(len(recording)) if recording.kind(i) == "rollout"]
     assert sorted(found) == sorted(wanted)

@@ -46,7 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def face(folder: str, name: str) -> Any:
         if name == "preflight_all":
-            return lambda recipe: None
+            return lambda recipe, **options: None
 
         def make(recipe: Any, run: RunFolder, **options: Any) -> None:
             ran.append(names[name])

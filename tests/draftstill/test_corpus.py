@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from draftstill import dedupe, hashes
-from draftstill.corpus import SPLITS, prepare_corpus, read_documents
+from draftstill.corpus import SPLITS, prepare_corpus, read_documents, stored_documents
 from draftstill.dedupe import Groups, Shingler, Sketches, group_documents, seen_shares
 from draftstill.errors import DraftstillError
 from draftstill.readers import read_rows, unwrap
 from draftstill.recipe import Corpus, Recipe, Target
 from draftstill.runfolder import RunFolder
 from draftstill.sides import choose_sides
+from draftstill.stages import stages
 
 
 def prose(seed: int, words: int = 120) -> str:
@@ -104,7 +105,8 @@ def test_jsonl_rows(tmp_path):
     folder, facts, splits = prepare(recipe_for(tmp_path, tmp_path / "rows.jsonl"))
 
     assert facts["read"] == 33 and facts["kept"] == 24
-    counts = {"bad JSON": 2, "empty": 1, "lone surrogate": 1, "missing field": 1, "not UTF-8": 1, "not a string": 2, "not an object": 1}
+    counts = {"bad JSON": 1, "empty": 1, "lone surrogate": 1, "missing field": 1, "nested too deeply": 1, "not UTF-8": 1, "not a string": 2,
+              "not an object": 1}  # fmt: skip
     assert facts["rejected"] == counts
     assert rejected_in(folder)["rows.jsonl:26"] == "bad JSON" and rejected_in(folder)["rows.jsonl:27"] == "missing field"
     texts = {d.id: d.text for d in sum(splits.values(), [])}
@@ -116,7 +118,7 @@ def test_gzipped_jsonl_that_was_cut_keeps_what_could_be_read(tmp_path):
     rows = [json.dumps({"body": prose(i, 600)}) for i in range(400)]
     packed = gzip.compress("\n".join(rows).encode())
     (tmp_path / "rows.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    _, facts, _ = prepare(recipe_for(tmp_path, tmp_path / "rows.jsonl.gz", field="body", max_documents=None))
+    _, facts, _ = prepare(recipe_for(tmp_path, tmp_path / "rows.jsonl.gz", field="body", max_documents=None, damaged="keep"))
     assert facts["rejected"] == {"damaged gzip": 1} and 50 < facts["kept"] < 400
 
 
@@ -214,7 +216,7 @@ def test_groups_are_transitive_and_families_join():
     groups.join(3, 4)
     groups.join(4, 1)
     assert groups.roots() == [0, 1, 2, 1, 1]
-    assert group_documents(["x", None, None, "x", None], [(3, 4, 0.9)]) == [0, 1, 2, 0, 0]
+    assert group_documents(5, [(0, 3)], [(3, 4, 0.9)]) == [0, 1, 2, 0, 0]
 
 
 def test_seen_share():
@@ -492,3 +494,103 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashes.remembered_hash(path)
     hashes.remembered_hash(path)
     assert len(calls) == 5
+
+
+def fingerprint(recipe):
+    return stages(recipe, RunFolder(recipe.run_dir))["corpus"].fingerprint
+
+
+@pytest.mark.parametrize("format", ["auto", "text"])
+def test_names_that_are_no_utf8_go_through(tmp_path, format):
+    docs = write_texts(tmp_path / "docs")
+    for name, seed in ((b"caf\xe9.txt", 200), (b"caf\xe8.txt", 201), (b"\xff/sub.txt", 202), (b".hidden\xff.txt", 203)):
+        path = os.path.join(os.fsencode(docs), name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write(prose(seed))
+    folder, facts, splits = prepare(recipe_for(tmp_path, docs, format=format, heldout_fraction=0.3))
+    assert facts["kept"] == 23 and facts["rejected"] == {}
+    names = {d.id for documents in splits.values() for d in documents}
+    assert {"caf\\xe9.txt", "caf\\xe8.txt", "\\xff/sub.txt"} <= names
+
+
+def test_licences_with_names_that_are_no_utf8(tmp_path, licences):
+    folder = licences / "licensedcode" / "data" / "licenses"
+    with open(os.fsencode(folder) + b"/caf\xe9.LICENSE", "w") as file:
+        file.write(f"---\ncategory: Commercial\n---\n\n{prose(77)}\n")
+    _, _, splits = prepare(recipe_for(tmp_path, licences, heldout_fraction=0.3))
+    assert "caf\\xe9" in {d.id for documents in splits.values() for d in documents}
+
+
+def test_a_key_that_is_half_a_pair_names_a_row(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({f"\ud800{n}": {"text": prose(n)} for n in range(20)}))
+    _, _, splits = prepare(recipe_for(tmp_path, tmp_path / "rows.json", heldout_fraction=0.3))
+    assert "rows.json:\\ud8003" in {d.id for documents in splits.values() for d in documents}
+
+
+def test_only_what_is_read_makes_another_stage(tmp_path):
+    docs = write_texts(tmp_path / "docs", 3)
+    recipe = recipe_for(tmp_path, docs, include=("0*",))
+    before = fingerprint(recipe)
+    for name in (".git/index", ".cache.txt", "scan.pdf", "a/.ipynb_checkpoints/x.txt", "9-not-included.txt"):
+        (docs / name).parent.mkdir(parents=True, exist_ok=True)
+        (docs / name).write_text("x")
+        assert fingerprint(recipe) == before, name
+    assert fingerprint(recipe_for(tmp_path, docs)) != before
+    for name, change in (("000.txt", "other"), ("03.txt", "new"), ("0.jsonl.gz", "new")):
+        (docs / name).write_text(change)
+        assert fingerprint(recipe) != before, name
+        before = fingerprint(recipe)
+
+
+def test_the_licences_of_a_folder_decide(tmp_path, licences):
+    recipe = recipe_for(tmp_path, licences)
+    before = fingerprint(recipe)
+    (licences / "readme.txt").write_text("not read")
+    assert fingerprint(recipe) == before
+    (licences / "licensedcode" / "data" / "licenses" / "mit.LICENSE").write_text("other")
+    assert fingerprint(recipe) != before
+
+
+def test_two_rows_of_one_name_are_not_both_kept(tmp_path):
+    term = '[Term]\nid: HP:{n}\nname: thing {k}\ndef: "{text}" []\n\n'
+    (tmp_path / "a.obo").write_text("".join(term.format(n=n, k=k, text=prose(100 * n + k)) for n in range(20) for k in range(1 + (n == 7))))
+    folder, facts, _ = prepare(recipe_for(tmp_path, tmp_path / "a.obo", format="ontology", heldout_fraction=0.3))
+    assert facts["kept"] == 20 and facts["rejected"] == {"repeated id": 1} and rejected_in(folder) == {"a.obo:HP:7": "repeated id"}
+
+
+def test_details_of_rejected_rows_are_redacted(tmp_path):
+    secret = "anna.bell@mail.example.org"
+    rows = [chat(n) for n in range(40)]
+    rows += [{"messages": [{"role": f"I am {secret}", "content": "x"}]}, {"messages": [{"role": "user", "content": "x"}], "tools": secret},
+             {"messages": [{"role": "user", "content": [{"type": f"{'long ' * 8}{secret}", "text": "x"}]}]}, {"note": "x", secret: 1}]  # fmt: skip
+    source = write_chats(tmp_path / "log.jsonl", rows)
+    for redact in ((), ("email",)):
+        folder, facts, _ = prepare(recipe_for(tmp_path / str(len(redact)), source, redact=redact, heldout_fraction=0.3))
+        listing = (folder / "rejected.jsonl").read_text()
+        assert ("anna.bell" in listing) == (not redact) and len(rejected_in(folder)) == 4
+    assert "<EMAIL_1>" in listing and facts["redacted"]["replaced"] == {"email": 0}
+
+
+def test_documents_can_stay_on_the_disk(tmp_path):
+    rows = [
+        chat(n) if n % 2 else {"messages": chat(n)["messages"], "tools": [{"type": "function", "function": {"name": f"f{n}"}}]}
+        for n in range(30)
+    ]
+    folder, _, splits = prepare(recipe_for(tmp_path, write_chats(tmp_path / "log.jsonl", rows), heldout_fraction=0.3))
+    for split, whole in splits.items():
+        stored = stored_documents(folder, split)
+        fields = lambda d: (d.id, d.split, d.group, d.messages, d.tools, d.text)  # noqa: E731
+        assert [fields(d) for d in reversed(stored)] == [fields(d) for d in reversed(whole)] and isinstance(stored[0], type(whole[0]))
+        assert not any("text" in vars(d) or "messages" in vars(d) for d in stored)
+
+
+def test_what_is_only_refused_makes_no_other_stage(tmp_path):
+    docs = write_texts(tmp_path / "docs", 3)
+    names = lambda recipe: {n: s.fingerprint for n, s in stages(recipe, RunFolder(recipe.run_dir)).items()}  # noqa: E731
+    made = []
+    for limits in ({}, {"damaged": "keep"}, {"max_rejected": 0.1, "test_sha256": "0" * 64}):
+        recipe = recipe_for(tmp_path, docs, **limits)
+        domain = Corpus(source=str(docs), damaged=limits.get("damaged", "refuse"))
+        made.append(names(recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"domains": {"x": domain}})})))
+    assert made[0] == made[1] == made[2]

@@ -96,7 +96,8 @@ BROKEN = {
     b'{"text": "a", "more": {"k": 1, "k": 1}}': "repeated key",
     b'{"text": NaN}': "bad JSON",
     b"{'text': 'python'}": "bad JSON",
-    b"[" * 100_000: "bad JSON",
+    b"[" * 100_000: "nested too deeply",
+    b"[" * 700 + b"]" * 700: "nested too deeply",
     b'{"n": ' + b"1" * 5000 + b"}": "bad JSON",
     b'{"text": "a"} trailing': "bad JSON",
     b"[1, 2]": "not an object",
@@ -219,10 +220,11 @@ JSON_FILES = [
     ('{"text": "a"}\n{"text": "b"}\n', ["a", "b"], []),
     ('{"text": "a"}\n{"text": \n{"text": "b"}\n', ["a", "b"], ["bad JSON"]),
     ('[{"text": "a"}, {"text": "b"', ["a"], ["bad JSON"]),
-    ('[{"text": "a"}, oops, {"text": "b"}]', ["a"], ["bad JSON"]),
+    ('[{"text": "a"}, oops, {"text": "b"}]', ["a", "b"], ["bad JSON"]),
     ('[{"text": "a"}, {"text": "b"}', ["a", "b"], ["bad JSON"]),
     ('[{"text": "a"}, 7, {"text": "b"}]', ["a", "b"], ["not an object"]),
     ('[{"text": "a"}, {"text": "b", "text": "c"}]', ["a"], ["repeated key"]),
+    ('[{"text": "a"}] {"text": "b"}', ["a"], ["rest not read"]),
     ("{", [], ["bad JSON"]),
 ]
 
@@ -239,7 +241,9 @@ def test_a_large_json_list_is_read_piece_by_piece(tmp_path):
     rows = [{"text": f"{n} " + "y" * (200_000 if n == 3 else 5000)} for n in range(60)]
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     assert texts_of(tmp_path) == [row["text"] for row in rows]
-    assert [row.reason for row in rows_of(tmp_path, max_chars=1000)] == [None] * 3 + ["too long"]  # the limit is 77,536 characters
+    assert [row.reason for row in rows_of(tmp_path, max_chars=1000)] == [None] * 3 + ["too long"] + [
+        None
+    ] * 56  # the limit is 77,536 characters
 
 
 class _Input:

@@ -11,9 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from draftstill.corpus import prepare_corpus
 from draftstill.errors import DraftstillError
+from draftstill.plan import problems
 from draftstill.readers import FAULTS, hub, read_rows
-from draftstill.recipe import Corpus
+from draftstill.recipe import Corpus, Recipe, Target
+from draftstill.runfolder import RunFolder
+from draftstill.stages import stages
 
 
 def rows_of(source, **corpus):
@@ -94,6 +98,58 @@ def test_remote_files_are_fetched_or_streamed_by_our_readers(tmp_path, monkeypat
     files["train"] = ["hf://datasets/own/name@abc/data/part.arrow"]
     with pytest.raises(DraftstillError, match="neither JSONL"):
         list(hub.hub_files(Corpus(source="hf:own/name")))
+
+
+@pytest.mark.parametrize("include", [(), ("de/*",)])
+def test_files_of_one_name_in_two_folders(tmp_path, monkeypatch, include):
+    """Rows are named by their place in the dataset, and patterns are matched against it."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    for language in ("en", "de"):
+        (tmp_path / "data" / language).mkdir(parents=True)
+        (tmp_path / "data" / language / "train.jsonl").write_text(json.dumps({"prompt": f"question in {language}", "response": "yes"}))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("data")
+    for source in (f"hf:{tmp_path / 'data'}", "hf:data", "hf:link"):
+        names = [row.id for row in rows_of(source, include=include)]
+        assert names == [f"{language}/train.jsonl:1" for language in ("de", "en") if not include or language == "de"], source
+
+
+def test_a_folder_by_hf_is_watched_like_any_other(dataset, tmp_path):
+    make = lambda run: Recipe(run_dir=str(run), target=Target(source="a/b"), corpus=Corpus(source=f"hf:{dataset}", heldout_fraction=0.7))  # noqa: E731
+    fingerprint = lambda: stages(make(tmp_path / "run"), RunFolder(tmp_path / "run"))["corpus"].fingerprint  # noqa: E731
+    before = fingerprint()
+    assert fingerprint() == before
+    with open(dataset / "train.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"prompt": "one more", "response": "yes"}))
+    assert fingerprint() != before
+    inside = make(dataset / "run")
+    with pytest.raises(DraftstillError) as caught:
+        prepare_corpus(inside, RunFolder(inside.run_dir))
+    assert caught.value.key == "run_dir"
+    assert any(problem.startswith("run_dir") for problem in problems(inside))
+
+
+def test_the_commit_of_a_dataset_is_noted(tmp_path, monkeypatch, capsys):
+    import datasets
+    import huggingface_hub
+
+    rows = [{"text": " ".join(f"w{n}x{k}" for k in range(80))} for n in range(12)]
+    (tmp_path / "part.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = types.SimpleNamespace(data_files={"train": ["hf://datasets/own/name@0123abc/part.jsonl"]})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: types.SimpleNamespace(config=config))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "part.jsonl"))
+    recipe = Recipe(run_dir=str(tmp_path / "run"), target=Target(source="a/b"), corpus=Corpus(source="hf:own/name", heldout_fraction=0.5))
+    folder = prepare_corpus(recipe, RunFolder(recipe.run_dir))
+    assert json.loads((folder / "provenance.json").read_text())["facts"]["revision"] == "0123abc"
+    assert "0123abc" in capsys.readouterr().out
+
+    def broken(*_, **__):
+        raise RuntimeError("peer closed connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", broken)
+    with pytest.raises(DraftstillError, match="peer closed connection") as caught:
+        rows_of("hf:own/name")
+    assert caught.value.key == "corpus.source"
 
 
 def test_parquet_by_row_groups(tmp_path):

@@ -323,3 +323,34 @@ def test_the_row_shown_is_redacted(tmp_path, capsys):
     rows_of(tmp_path, redact=("email",))
     shown = capsys.readouterr().out
     assert "<EMAIL_1>" in shown and "anna@" not in shown
+
+
+SHARED = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": SAID["content"]}]
+
+
+@pytest.mark.parametrize("turns", [{"messages": [ASKED, SAID]}, {"conversations": SHARED},
+                                   {"prompt": ASKED["content"], "response": SAID["content"]}, {"prompt": [ASKED], "completion": [SAID]},
+                                   {"instruction": ASKED["content"], "output": SAID["content"]}])  # fmt: skip
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_a_system_prompt_beside_the_turns_comes_first(tmp_path, turns, key):
+    for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        if key == "system" or isinstance(system, str):
+            (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: system, **turns}))
+            assert pairs(row) == [("system", system), *DIALOGUE] and "Be brief." in row.text
+    for nothing in ("", "  ", None, 5, {"a": 1}, []):
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: nothing, **turns}))
+        assert pairs(row) == DIALOGUE, nothing
+
+
+def test_turns_that_begin_with_instructions_keep_their_own(tmp_path):
+    for role in ("system", "developer"):
+        (row,) = rows_of(
+            write(tmp_path / "rows.jsonl", {"system": "Be loud.", "messages": [{"role": role, "content": "Be brief."}, ASKED]})
+        )
+        assert pairs(row) == [(role, "Be brief."), *DIALOGUE[:1]]
+    (row,) = rows_of(
+        write(tmp_path / "rows.jsonl", {"messages": [ASKED], "rules": "Be brief."}), fields={"messages": "messages", "system": "rules"}
+    )
+    assert pairs(row) == [("system", "Be brief."), *DIALOGUE[:1]]
+    (row,) = rows_of(write(tmp_path / "rows.jsonl", {"messages": [ASKED], "system": [{"type": "image_url", "image_url": {"url": "u"}}]}))
+    assert row.reason == "not only text"
