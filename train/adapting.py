@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from draftstill.corpus import prepare_corpus, read_documents
+from draftstill.corpus import iter_documents, prepare_corpus
 from draftstill.decode import revision_of, set_threads
 from draftstill.distill import Objective, fused_loss, fused_tokens, seed_of
 from draftstill.errors import DraftstillError, NonFiniteLoss
@@ -78,7 +78,7 @@ class Tuning:
         self.vocab, self.revision = min(real_size(self.tokenizer), model.config.vocab_size), revision_of(model, self.source)
         self.refused: list[str] = []
         read = lambda split, limit, ends: pieces(  # noqa: E731
-            read_documents(corpus, split),
+            iter_documents(corpus, split),
             self.tokenizer,
             settings.sequence_length,
             recipe.seed,

@@ -18,11 +18,13 @@ from draftstill.stages import resolved_dtype, served_target
 from draftstill.train.adapter import preflight_adapt
 from draftstill.train.calibration import choose
 from draftstill.train.fresh import fresh_config, fresh_model
+from draftstill.train.preview import check_training
 from draftstill.train.pruning import prune_depth, prune_width
+from draftstill.train.setup import check_head_tokens
 from draftstill.train.transplant import Donation, donation, transplanted
 from draftstill.vocabulary import check_vocabulary, real_size
 
-__all__ = ["Draft", "build_draft", "check_head_tokens", "preflight", "prune_depth", "refuse_untrainable"]
+__all__ = ["Draft", "build_draft", "preflight", "prune_depth", "refuse_untrainable"]
 
 
 @dataclass(slots=True)
@@ -57,28 +59,32 @@ def refuse_untrainable(config: Any, key: str = "target.source") -> None:
                               mend=f"supported here: {', '.join(_TRAINABLE)}")  # fmt: skip
 
 
-def preflight(recipe: Recipe) -> None:
+def preflight(recipe: Recipe, *, memory: bool = False) -> None:
     """Check, from configs and tokenizers alone, what would stop the training: before hours of responding and recording.
 
     A target that is still to be tuned is judged by what it is tuned from: configuration and tokenizer stay the same.
 
+    Args:
+        memory: look at this machine's, too: the training will run here. What a step needs is then reckoned with the longest sequence that
+            the recipe can record; where there is a recording, the training itself looks at that.
+
     Raises:
         DraftstillError: an unsupported model, a kept layer the target does not have, a vocabulary that does not fit, a head too large, a
-            layer that takes no adapter.
+            layer that takes no adapter, weights to begin with that do not fit, a phase without text, a step without room.
     """
     source = resolve_model(recipe.target, "target.source")
     config, tokenizer = load_config(source), load_tokenizer(source)
     refuse_untrainable(config)
     if recipe.adapt is not None:
         preflight_adapt(recipe.adapt, config)
-    own_size = None
+    own_size = own_config = rows = None
     if recipe.draft.existing:
         own = resolve_model(recipe.draft, "draft.source")
         own_config, own_tokenizer = load_config(own), load_tokenizer(own)
         refuse_untrainable(own_config, "draft.source")
         own_size = size_of(own_config.to_dict())
         if _foreign(recipe, tokenizer, own_tokenizer):
-            own_tokenizer, own_rows = tokenizer, config.vocab_size
+            own_tokenizer, own_rows, rows = tokenizer, config.vocab_size, real_size(tokenizer)
         else:
             own_rows = own_config.vocab_size
             if recipe.draft.transplant:
@@ -90,6 +96,7 @@ def preflight(recipe: Recipe) -> None:
         fresh_config(recipe, config)
     draft_size(recipe.draft, size_of(config.to_dict()), own_size)
     check_head_tokens(recipe, vocab)
+    check_training(recipe, config, own_config, rows, vocab, memory=memory)
     _say_unused(recipe.draft)
 
 
@@ -104,18 +111,6 @@ def _say_unused(draft: DraftSection) -> None:
     if names := [f"draft.{key}" for key, idle in unused.items() if idle]:
         hint = "; draft.cut: true cuts it" if draft.existing and not draft.cut else ""
         say(f"  {', '.join(names)}: of no effect with draft.source {draft.source}{hint}")
-
-
-def check_head_tokens(recipe: Recipe, vocab: int) -> None:
-    """Trimmed heads must be smaller than the whole one."""
-    for key, count in (("train.head_tokens", recipe.train.head_tokens), ("draft.head_tokens", recipe.draft.head_tokens)):
-        if count >= vocab:
-            raise DraftstillError(
-                f"as many head tokens as the vocabulary's {vocab:,}, or more", key=key, value=count, mend="0 means the whole head"
-            )
-    if recipe.train.head_tokens and recipe.record.mode == "hidden":  # what ``auto`` chooses is known once it is recorded
-        raise DraftstillError("a trimmed training head needs a top-k recording", key="train.head_tokens", value=recipe.train.head_tokens,
-                              mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
 
 
 def _foreign(recipe: Recipe, target: Any, own: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, whole or absent. With the data cursor in the step, a resumed run is bit-exact."""
+"""Checkpoints: safetensors and JSON, whole or absent. With the data cursor in the step, a run resumed on CPUs, as many as before, is bit-exact."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftstill.errors import DraftstillError
-from draftstill.runfolder import read_json, save_tensors, write_json
+from draftstill.runfolder import atomic_write, read_json, save_tensors, write_json
 
 _PREFIX = "checkpoint-"
 LATEST = "latest"
@@ -28,6 +28,7 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
                     *, average: Mapping[str, torch.Tensor] | None = None, write: bool = True) -> None:  # fmt: skip
     """Write ``checkpoint-<step>``, then drop the oldest beyond ``keep``. A full disk leaves the older ones intact, and the error names the folder.
 
+    The best weights so far go with it: measured again after a restart, steps behind it may come out otherwise.
     Every rank of a launch calls it, and one of them writes.
 
     Args:
@@ -45,6 +46,7 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         temporary.mkdir(parents=True)
         for name, tensors in files.items():
             save_tensors(temporary / f"{name}.safetensors", tensors)
+        keep_best(folder, temporary)
         write_json(temporary / "state.json", state)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
@@ -86,8 +88,39 @@ def drop_checkpoints(folder: Path, keep: int = 0) -> None:
             shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights and optimizer; returns the state."""
+def keep_best(folder: Path, checkpoint: Path) -> None:
+    """Let a checkpoint hold the best weights as they are now."""
+    if (folder / BEST).exists():
+        _same_file(folder / BEST, checkpoint / BEST)
+
+
+def restore_best(checkpoint: Path) -> None:
+    """Take the best weights back to those that the checkpoint's state speaks of: whatever was found later will be measured again, and where
+    sums round otherwise it need not be the best again."""
+    if (checkpoint / BEST).exists():
+        _same_file(checkpoint / BEST, checkpoint.parent / BEST)
+
+
+def _same_file(source: Path, name: Path) -> None:
+    """Another name for a file, or a copy where the file system knows no such thing. What had the name is there until the new one is."""
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        atomic_write(name, source.read_bytes())
+        return
+    os.replace(temporary, name)
+    temporary.unlink(missing_ok=True)  # it is still there if both were names of one file already
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, write: bool = True) -> dict[str, Any]:
+    """Restore weights and optimizer, and beside the checkpoint the best weights of its time; returns the state.
+
+    Every rank of a launch calls it, and one of them writes.
+    """
+    if write:
+        restore_best(folder)
     load_tensors(model, load_file(folder / "model.safetensors"))
     stored = load_file(folder / "optimizer.safetensors")
     groups = optimizer.state_dict()["param_groups"]
@@ -150,6 +183,20 @@ def warm_start(model: nn.Module, source: str) -> None:
     """Put the weights of a safetensors file, or of a folder's ``model*.safetensors``, in place of the model's own.
 
     Raises:
+        DraftstillError: as ``check_start``.
+    """
+    own = dict(model.named_parameters())
+    for file in check_start(model, source):
+        with torch.no_grad():
+            for name, tensor in load_file(file).items():
+                if name in own:  # a tied head may stand there beside its embedding
+                    own[name].copy_(tensor)
+
+
+def check_start(model: nn.Module, source: str) -> list[Path]:
+    """The files of a warm start, after a look at their headers. The model may lie on the meta device.
+
+    Raises:
         DraftstillError: no such file, or tensors of other names or shapes.
     """
     refuse = lambda problem, mend: DraftstillError(problem, key="train.init_from", value=source, mend=mend)  # noqa: E731
@@ -157,19 +204,20 @@ def warm_start(model: nn.Module, source: str) -> None:
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path] if path.is_file() and path.suffix == ".safetensors" else []
     if not files:
         raise refuse("there are no weights here", "name a .safetensors file, or a folder with model.safetensors")
+    found: dict[str, list[int]] = {}
     try:
-        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         raise refuse(f"the file is damaged: {error}", "name another") from None
     own = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
     wrong = [f"{n} is missing" for n in own.keys() - found.keys()] + [f"{n} is unknown" for n in found.keys() - own.keys() - tied]
-    wrong += [f"{n} is {list(found[n].shape)}, not {list(p.shape)}" for n, p in own.items() if n in found and found[n].shape != p.shape]
+    wrong += [f"{n} is {found[n]}, not {list(p.shape)}" for n, p in own.items() if n in found and found[n] != list(p.shape)]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise refuse(
             f"not the draft's weights: {'; '.join(sorted(wrong)[:3])}{more}", "name weights of a draft of the same kind, or leave it out"
         )
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(found[name])
+    return files

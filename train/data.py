@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftstill.distill import Recording, Teacher, seed_of
+from draftstill.distill import Recorded, Recording, Teacher, seed_of
 
 
 class Order:
@@ -38,15 +38,21 @@ def learnable(recording: Recording, *, chat: bool) -> tuple[list[int], dict[str,
         chat: texts other than documents begin with a chat template, which is not learnt: one whose every position is supervised lost its mask.
     """
     kept, refused = [], {"nothing supervised": 0, "chat text supervised throughout": 0}
+    unknown = int(recording.mode == "text")  # without laws nothing is known of what would have followed the last token
     for index in range(len(recording)):
         count = recording.supervised(index)
         if not count:
             refused["nothing supervised"] += 1
-        elif chat and count == recording.length(index) and recording.kind(index) != "document":
+        elif chat and count >= recording.length(index) - unknown and recording.kind(index) != "document":
             refused["chat text supervised throughout"] += 1
         else:
             kept.append(index)
     return kept, {reason: count for reason, count in refused.items() if count}
+
+
+def finite(item: Recorded) -> bool:
+    """Whether all numbers at a sequence's supervised positions are."""
+    return all(bool(torch.isfinite(x[item.rows]).all()) for x in (item.p, item.tail, item.hidden) if x is not None)
 
 
 @dataclass(slots=True)
@@ -123,7 +129,7 @@ def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None
     cut = lambda name: torch.cat([getattr(x, name)[r] for x, r in zip(items, rows, strict=True)])  # noqa: E731
     hidden = recording.mode == "hidden"
     teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH) if hidden else Teacher(cut("ids"), cut("p"), cut("tail"))
-    teacher.token_N = torch.cat([torch.nn.functional.pad(x.tokens[1:], (0, 1), value=-1)[r] for x, r in zip(items, rows, strict=True)])
+    teacher.token_N = torch.cat([x.written[r] for x, r in zip(items, rows, strict=True)])
     counted = torch.cat([torch.arange(len(r)) for r in rows])
     flat = torch.cat([r + b * width + first for (b, first), r in zip(places, rows, strict=True)])
     return Batch(ids, flat, teacher, counted, at_BT=at if height < len(items) else None)

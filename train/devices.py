@@ -11,6 +11,7 @@ import contextlib
 import copy
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, write_json
-from draftstill.train.checkpoint import drop_checkpoints, load_tensors, model_tensors
+from draftstill.train.checkpoint import drop_checkpoints, keep_best, load_tensors, model_tensors, restore_best
 
 if TYPE_CHECKING:
     from draftstill.train.loop import Job
@@ -66,6 +67,27 @@ def refuse_launch(accelerator: Accelerator, recipe: Recipe) -> None:
     if kind == DistributedType.DEEPSPEED and recipe.train.ema_decay:
         raise DraftstillError("DeepSpeed keeps the weights where an average of them cannot follow", key="train.ema_decay",
                               value=recipe.train.ema_decay, mend="set it to 0, or use configs/accelerate/fsdp2.yaml")  # fmt: skip
+
+
+@contextlib.contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """On CUDA take kernels that give the same bits every time, and warn where there is none. CPU kernels do so anyway.
+
+    cuBLAS also needs CUBLAS_WORKSPACE_CONFIG in the environment before it is first used (``guard.ENVIRONMENT``).
+    """
+    if device != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module with a property, which its stubs do not tell of
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False  # nothing here reads it, and filling every new tensor takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def sharded(accelerator: Accelerator) -> bool:
@@ -154,6 +176,7 @@ def save_engine(job: Job, final: Path, state: dict[str, Any]) -> None:
     job.wrapped.save_checkpoint(str(temporary / _ENGINE), tag="engine")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        keep_best(final.parent, temporary)
         write_json(temporary / "state.json", state)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
@@ -175,6 +198,8 @@ def load_engine(job: Job, folder: Path) -> dict[str, Any]:
         raise DraftstillError(f"DeepSpeed's checkpoint was made by {state['processes']} processes, and this launch has {count}",
                               key="accelerate launch", mend="go on with as many processes as before")  # fmt: skip
     job.wrapped.load_checkpoint(str(folder / _ENGINE), tag="engine")
+    if job.accelerator.is_main_process:
+        restore_best(folder)
     return state
 
 

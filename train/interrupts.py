@@ -8,6 +8,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import torch
+from accelerate import Accelerator
+
 EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -30,6 +33,12 @@ def termination() -> Iterator[threading.Event]:
         yield asked
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def anywhere(accelerator: Accelerator, told: threading.Event) -> bool:
+    """Whether it came to any process of the launch: the same answer for all. Every rank calls it."""
+    count = accelerator.reduce(torch.tensor([float(told.is_set())], device=accelerator.device), "sum")
+    return float(count) > 0
 
 
 def terminated(step: int, *, quiet: bool) -> Terminated:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import traceback
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from draftstill.decode import set_threads
-from draftstill.distill import record
+from draftstill.distill import Recording, record
 from draftstill.errors import DraftstillError
 from draftstill.progress import say
 from draftstill.recipe import Recipe
@@ -18,7 +21,8 @@ from draftstill.runfolder import FAILED, RunFolder, Stage
 from draftstill.stages import candidate_recipes, draft_stage, failure, note_failure, resolved_device, stages, trains_in_bf16
 from draftstill.train.build import preflight
 from draftstill.train.checkpoint import drop_checkpoints
-from draftstill.train.devices import refuse_environment, refuse_launch, shard_on_cpu
+from draftstill.train.devices import refuse_environment, refuse_launch, repeatable, shard_on_cpu
+from draftstill.train.heldout import MEASURED
 from draftstill.train.loop import Job
 from draftstill.train.trackers import close_trackers, log_rounds, open_trackers, refuse_missing
 
@@ -59,8 +63,11 @@ def train_all(recipe: Recipe, run: RunFolder, *, retry: bool = False) -> dict[st
     return finished
 
 
-def preflight_all(recipe: Recipe) -> None:
+def preflight_all(recipe: Recipe, *, here: bool = True) -> None:
     """Check every candidate, from configs and tokenizers alone, before hours of responding and recording.
+
+    Args:
+        here: the training follows on this machine, and must fit it.
 
     Raises:
         DraftstillError: with the key under the candidate's own name.
@@ -68,9 +75,9 @@ def preflight_all(recipe: Recipe) -> None:
     for name, own in candidate_recipes(recipe).items():
         refuse_missing(own)
         try:
-            preflight(own)
+            preflight(own, memory=here)
         except DraftstillError as error:
-            if not recipe.train.candidates or not str(error.key).startswith(("draft.", "train.")):
+            if not recipe.train.candidates or str(error.key).partition(".")[0] not in ("draft", "train"):
                 raise
             key = f"train.candidates.{name}.{error.key}"
             raise DraftstillError(error.problem, key=key, value=error.value, mend=error.mend) from None
@@ -78,13 +85,18 @@ def preflight_all(recipe: Recipe) -> None:
 
 def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Recipe, Stage]]) -> None:
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if many and not stages(recipe, run)["recording"].done:
+    recording = stages(recipe, run)["recording"]
+    recorded = recording.done
+    if many and not recorded:
         # The others would wait at a barrier until the launcher or the collective's own patience ended them all.
         raise DraftstillError("the recording is not there yet, and a launch of many processes must not make it", key="run_dir",
                               value=recipe.run_dir, mend="first run, in one process: draftstill distill RECIPE")  # fmt: skip
     for own, _ in missing.values():
         refuse_missing(own)
-    recorded = stages(recipe, run)["recording"].folder if many else record(recipe, run)
+    if not recorded:
+        preflight_all(recipe)
+        record(recipe, run)
+    _verify(recording.folder)
     several = bool(recipe.train.candidates)
     failed = []
     for number, (name, (own, stage)) in enumerate(missing.items(), 1):
@@ -95,7 +107,8 @@ def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Reci
                 say(f"  candidate {name} ({number} of {len(missing)})")
         accelerator.wait_for_everyone()
         try:
-            _train_one(own, stage, recorded, accelerator)
+            with repeatable(accelerator.device.type):
+                _train_one(own, stage, recording.folder, accelerator)
         except OSError:
             raise  # a full disk or a refused file is no fault of the candidate
         except Exception as error:
@@ -104,17 +117,42 @@ def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Reci
                 raise
             failed.append(name)
             if accelerator.is_main_process:
-                note_failure(stage, error)
-                say(f"  candidate {name} failed: {error}")
+                _tell_failure(name, stage, error)
         finally:
             close_trackers(accelerator)
             accelerator.free_memory()
             AcceleratorState._reset_state()  # the next candidate may multiply in another precision; the process group stays
             gc.collect()
-    if failed and os.environ.get("RANK", "0") == "0":
+    if failed and _first():
         say(
             f"  failed: {', '.join(failed)} (above, and in {FAILED} of the stage); the training tries them again when it is asked for again"
         )
+
+
+def _verify(recorded: Path) -> None:
+    """Compare both recordings with their checksums, once per command: candidates and ranks need not read them whole again.
+
+    Raises:
+        DraftstillError: a missing, damaged or foreign shard, by name.
+    """
+    if _first():
+        for side in ("train", "heldout"):
+            Recording(recorded / side)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell_failure(name: str, stage: Stage, error: Exception) -> None:
+    """Write down and say why a candidate failed. What the recipe can bring about speaks for itself; of anything else the traceback is needed."""
+    # torch's CPU allocator has no error of its own
+    no_room = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    trace = None if no_room or isinstance(error, DraftstillError) else "".join(traceback.format_exception(error))
+    note_failure(stage, error, trace)
+    say(f"  candidate {name} failed: {failure(stage)}")
+    if trace is not None:
+        print(trace, file=sys.stderr, flush=True)
 
 
 def _train_one(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accelerator) -> None:
@@ -129,7 +167,8 @@ def _train_one(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accele
         drop_checkpoints(folder)  # not before: after a kill the next attempt must still find them
         (folder / "best.safetensors").unlink()
         best = facts["best"]
-        say(f"  {stage.name}: {facts['parameters'] / 1e6:.1f} M parameters; held-out alpha {facts['curve'][0]['alpha_deploy']:.3f} -> "
+        what = MEASURED[job.heldout.mode]
+        say(f"  {stage.name}: {facts['parameters'] / 1e6:.1f} M parameters; held-out {what} {facts['curve'][0]['alpha_deploy']:.3f} -> "
             f"{best['alpha_deploy']:.3f} at the deployment's sampler, {best['alpha']:.3f} at temperature 1")  # fmt: skip
     accelerator.wait_for_everyone()
 

@@ -5,7 +5,8 @@ Shape suffixes: B sequences, T positions, N learnt positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +49,18 @@ class Lesson:
         return Lesson(*(x.to(device) for x in (self.ids_BT, self.positions_BT, self.rows_N, self.token_N)))
 
 
-def pieces(documents: Sequence[Document], tokenizer: Any, length: int, seed: int, *, limit: int | None = None, ends: bool = True,
+def pieces(documents: Iterable[Document], tokenizer: Any, length: int, seed: int, *, limit: int | None = None, ends: bool = True,
            refused: list[str] | None = None) -> list[Piece]:  # fmt: skip
-    """Pieces of at most ``length`` tokens in an order that takes from everywhere, until ``limit`` tokens are reached.
+    """Pieces of at most ``length`` tokens in an order that takes from everywhere, until ``limit`` tokens are reached. In memory are those alone:
+    what they are follows from the names of the documents, not from the order in which they come.
 
     Args:
         ends: let a document end with the tokenizer's EOS, so that the end is learnt, too.
         refused: filled with the ids of conversations that the chat template does not take.
     """
-    found = []
+    # The last place of the order stands at the top, so that it leaves first.
+    found: list[tuple[int, int, Piece]] = []
+    taken = number = 0
     for document in documents:
         try:
             whole = _whole(document, tokenizer, ends)
@@ -69,15 +73,11 @@ def pieces(documents: Sequence[Document], tokenizer: Any, length: int, seed: int
         for at in range(0, len(whole.ids) - 1, length - 1):  # a piece begins with the last token of the one before: none goes unlearnt
             piece = Piece(whole.ids[at : at + length], [False, *whole.learnt[at + 1 : at + length]])
             if piece.count:
-                found.append((seed_of(seed, "lesson", document.id, at), piece))
-    found.sort(key=lambda entry: entry[0])
-    kept, taken = [], 0
-    for _, piece in found:
-        if limit is not None and taken >= limit:
-            break
-        kept.append(piece)
-        taken += len(piece.ids)
-    return kept
+                heapq.heappush(found, (-seed_of(seed, "lesson", document.id, at), -number, piece))
+                taken, number = taken + len(piece.ids), number + 1
+        while limit is not None and found and taken - len(found[0][2].ids) >= limit:
+            taken -= len(heapq.heappop(found)[2].ids)
+    return [piece for _, _, piece in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
 def _whole(document: Document, tokenizer: Any, ends: bool) -> Piece:

@@ -6,18 +6,15 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from safetensors.torch import load_file
 
-from draftstill.decode import Sampling
-from draftstill.distill import STATS, Recording
+from draftstill.distill import LOSS_TERMS, STATS, Recording
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
@@ -29,14 +26,18 @@ from draftstill.train.checkpoint import BEST, checkpoint_name, checkpoints, load
 from draftstill.train.course import Course
 from draftstill.train.data import learnable
 from draftstill.train.devices import Twin, is_deepspeed, load_engine, prepare, refuse_engine_checkpoint, save_engine, sharded
-from draftstill.train.heldout import HeldOut, measure
-from draftstill.train.interrupts import terminated, termination
+from draftstill.train.heldout import MEASURED, HeldOut, told
+from draftstill.train.interrupts import anywhere, terminated, termination
+from draftstill.train.measuring import agreed, held_out, refuse_not_finite
 from draftstill.train.meter import Meter
 from draftstill.train.module import DistilledDraft, attention_share
 from draftstill.train.output import save_draft
 from draftstill.train.schedule import stale
 from draftstill.train.setup import attach, check_recording, checkpoint_layers, fits, groups
 from draftstill.train.step import optimize
+
+_ESTIMATES = {"alpha_low": "alpha_estimate_low", "alpha_high": "alpha_estimate_high", "top1": "top1_estimate"}
+"""Names in the log while the head is cut: over a sample of the ids nothing bounds alpha."""
 
 
 class Job:
@@ -45,9 +46,10 @@ class Job:
     def __init__(self, recipe: Recipe, recorded: Path, work: Path, accelerator: Accelerator) -> None:
         self.recipe, self.settings, self.work, self.accelerator = recipe, recipe.train, work, accelerator
         settings, device = self.settings, accelerator.device
-        self.recording, self.heldout = Recording(recorded / "train"), Recording(recorded / "heldout")
+        # Checksums were compared before the first candidate and the first rank came here.
+        self.recording, self.heldout = (Recording(recorded / side, verify=False) for side in ("train", "heldout"))
+        check_recording(recipe, self.recording, self.heldout)
         self.draft: Draft = build_draft(recipe)
-        check_recording(recipe, self.recording, self.draft)
         self.kept, self.refused = learnable(self.recording, chat=recipe.respond.chat_template)
         self._divide()
         self.course = Course(settings, recipe.seed, self.recording, self._learnt(), self.per_step,
@@ -69,7 +71,6 @@ class Job:
         ).train()
         self.reference: DistilledDraft | None = None
         """The untrained draft, for selective distillation."""
-        self.reference_losses: dict[int, torch.Tensor] = {}
         if settings.tokens.keep < 1:
             self.reference = copy.deepcopy(self.module).eval().requires_grad_(False).to(device)
         optimizer = torch.optim.AdamW(groups(self.module, settings), lr=settings.learning_rate,
@@ -81,6 +82,8 @@ class Job:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
+        self.saved: int | None = None
+        """Step of the newest checkpoint."""
         self.told = threading.Event()
         """SIGTERM came to this process."""
         self.ending = False
@@ -125,26 +128,37 @@ class Job:
         begun = self.seconds
         total = sum(self.recording.supervised(i) for step in range(self.steps) for i in self.course.sequences(step))
         with termination() as self.told, Progress("train", total, "tokens", done=self.tokens, quiet=not main) as progress:
-            if not self.curve:
-                self._measure()
+            self._measure_if_due()
             while self.step < self.steps and not self.stopped_early:
                 stats, norm = self._optimize()
                 sums, since = sums + stats, since + 1
                 self.step += 1
                 self.seconds = begun + time.monotonic() - started
-                note = f"loss {sums[0] / sums[4]:.3f} alpha {sums[1] / sums[4]:.3f}"
+                about = "about " if self.trimmed(self.step - since) else ""
+                note = f"loss {sums[0] / sums[4]:.3f} alpha {about}{sums[1] / sums[4]:.3f}"
                 progress.update(self.tokens, note)
                 if self.step % self.settings.logging_steps == 0 or self.step == self.steps:
                     self._log(sums, norm, since)
                     sums, since = torch.zeros_like(sums), 0
-                if self.step % self.settings.eval_steps == 0 or self.step == self.steps:
-                    self._measure()
-                if self.ending or (self.step % self.settings.save_steps == 0 and self.step < self.steps):
-                    self._save_checkpoint()
                 if self.ending:
-                    raise terminated(self.step, quiet=not main)
+                    self._end()
+                # Before the measurement, which may take longer than a scheduler's patience: an attempt that goes on here makes up for it.
+                if self.step % self.settings.save_steps == 0 and self.step < self.steps:
+                    self._save_checkpoint()
+                self._measure_if_due()
+        # Outside of ``termination``, so that none is lost: SIGTERM ends the process by itself from here on.
+        if anywhere(self.accelerator, self.told):
+            self._end()
         if self.stopped_early and main:
-            say(f"  train: no better held-out alpha in {stale(self.curve)} measurements; stopped after step {self.step} of {self.steps}")
+            say(f"  train: no better held-out {MEASURED[self.heldout.mode]} in {stale(self.curve)} measurements; stopped after step {self.step} of "
+                f"{self.steps}")  # fmt: skip
+
+    def _end(self) -> NoReturn:
+        """SIGTERM came: save, and end. Every rank calls it; none ends before the one that writes is through, or its launcher would kill that one."""
+        if self.saved != self.step:
+            self._save_checkpoint()
+        self.accelerator.wait_for_everyone()
+        raise terminated(self.step, quiet=not self.accelerator.is_main_process)
 
     @property
     def stopped_early(self) -> bool:
@@ -156,22 +170,32 @@ class Job:
             return optimize(self)
 
     def set_objective(self) -> None:
-        """The step's loss; where it changes, the reference's losses are those of another one."""
+        """The step's loss, for the draft and for the reference."""
         objective = self.course.objective(self.step, self.curve)
         if objective != self.module.objective:
             self.module.objective = objective
             if self.reference is not None:
                 self.reference.objective = objective
-                self.reference_losses.clear()
 
     def sequences(self, step: int) -> list[int]:
         return self.course.sequences(step)
+
+    def trimmed(self, step: int) -> bool:
+        """Whether a step trains against a sample of the ids."""
+        return self.settings.head_tokens > 0 and step < self.settings.full_head_from * self.steps
+
+    def _measure_if_due(self) -> None:
+        """At the start, every ``eval_steps`` and at the end; once, however often a restart comes to the same step."""
+        due = self.step % self.settings.eval_steps == 0 or self.step == self.steps
+        if due and not (self.curve and self.curve[-1]["step"] == self.step):
+            self._measure()
 
     def _measure(self) -> None:
         """Held-out alpha and tau; keeps the weights of the best so far."""
         main = self.accelerator.is_main_process
         with self.average.in_place() if self.average is not None else contextlib.nullcontext():
-            found = self._agreed(self.held_out())
+            found = agreed(self, self.held_out())
+            refuse_not_finite(self, found)
             self.curve.append({"step": self.step, "tokens": self.tokens, **{k: v for k, v in asdict(found).items() if k != "positions"}})
             if self.best is None or found.alpha_deploy > self.best["alpha_deploy"]:
                 self.best = self.curve[-1]
@@ -180,46 +204,19 @@ class Job:
                     save_tensors(self.work / BEST, tensors)
         self.accelerator.log({f"heldout/{k}": v for k, v in self.curve[-1].items()}, step=self.step)
         if main:
-            say(f"  step {self.step} of {self.steps}: held-out alpha {found.alpha_deploy:.3f} (deployment), {found.alpha:.3f} (T = 1), "
-                f"top-1 {found.top1:.3f}, tau {found.tau:.2f} at gamma {found.gamma}")  # fmt: skip
-
-    def _agreed(self, found: HeldOut) -> HeldOut:
-        """The first process's measurement: what follows from it, such as stopping, must not differ between ranks by a rounding."""
-        if self.accelerator.num_processes == 1:
-            return found
-        values = torch.tensor(list(asdict(found).values()), dtype=torch.float64, device=self.accelerator.device)
-        alpha, deploy, top1, positions, tau, gamma = broadcast(values).tolist()
-        return HeldOut(alpha, deploy, top1, int(positions), tau, int(gamma))
+            say(f"  step {self.step} of {self.steps}: held-out {told(found, self.heldout.mode, self.recipe.draft.head_tokens)}")
 
     def held_out(self) -> HeldOut:
-        vocab = self.draft.vocab
-        sampler = self.recipe.respond.sampler
-        device = self.accelerator.device
-        with self._whole() as model, torch.autocast(device.type, torch.bfloat16, enabled=self.compute == torch.bfloat16):
-            hidden_of = lambda ids: model.model(input_ids=ids, use_cache=False).last_hidden_state  # noqa: E731
-            head = model.lm_head.weight.detach()[:vocab].to(self.compute)
-            found = measure(hidden_of, head, self.heldout, self.target_head, Sampling(sampler.temperature, sampler.top_k, sampler.top_p),
-                            self.recipe.evaluate.gamma)  # fmt: skip
-        return found
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[Any]:
-        """The draft in evaluation mode with all its weights on this device: where they are sharded, the twin, which every rank fills."""
-        model = self.module.model if self.twin is None else self.twin.filled(self.module.model, self.accelerator.device)
-        model.eval()
-        try:
-            yield model
-        finally:
-            model.train()
-            if self.twin is not None:
-                model.to("cpu")
+        return held_out(self)
 
     def learning_rate(self, step: int) -> float:
         return self.course.learning_rate(step)
 
     def _log(self, sums: torch.Tensor, norm: float, steps: int) -> None:
         mean = dict(zip(STATS, (sums / sums[4].clamp_min(1)).tolist(), strict=True))
-        values = {f"train/{k}": v for k, v in mean.items() if k != "weight"}
+        estimated = self.trimmed(self.step - steps)  # the first of these steps: a cut head comes before the whole one
+        values = {f"train/{_ESTIMATES.get(k, k) if estimated else k}": v for k, v in mean.items() if k not in ("weight", *LOSS_TERMS)}
+        values |= {f"train/loss_{k}": mean[k] for k in LOSS_TERMS if mean[k]}  # a term that the loss does not hold is exactly 0
         values |= {"train/grad_norm": norm, "train/learning_rate": self.learning_rate(self.step - 1),
                    "train/tokens": self.tokens, "train/tokens_per_s": self.tokens / max(self.seconds, 1e-9), "train/steps": steps,
                    **self.meter.read()}  # fmt: skip
@@ -234,10 +231,12 @@ class Job:
             "seconds": self.seconds,
             "curve": self.curve,
             "best": self.best,
+            "head_tokens": self.recipe.draft.head_tokens,
         }
 
     def _save_checkpoint(self) -> None:
         """Called by every rank: where weights are sharded, gathering them takes all."""
+        self.saved = self.step
         if is_deepspeed(self.accelerator):
             save_engine(self, self.work / checkpoint_name(self.step), self._state())
             return
@@ -248,11 +247,15 @@ class Job:
         found = checkpoints(self.work)
         if not found:
             return
+        heads = self.recipe.draft.head_tokens
+        if (begun := read_json(found[-1] / "state.json").get("head_tokens", heads)) != heads:
+            raise DraftstillError(f"the measurements so far are of a draft that guesses among {begun or 'all'} ids", key="draft.head_tokens", value=heads,
+                                  mend=f"go on with draft.head_tokens={begun}; the finished draft can be scored with any")  # fmt: skip
         if is_deepspeed(self.accelerator):
             state = load_engine(self, found[-1])
         else:
             refuse_engine_checkpoint(found[-1])
-            state = load_checkpoint(found[-1], self.module.model, self.optimizer.optimizer)
+            state = load_checkpoint(found[-1], self.module.model, self.optimizer.optimizer, write=self.accelerator.is_main_process)
         if self.average is not None:
             self.average.load(load_file(found[-1] / "average.safetensors"))
         before = state.get("processes", self.accelerator.num_processes)
@@ -260,6 +263,7 @@ class Job:
             say(f"  train: begun with {before} processes, goes on with {self.accelerator.num_processes}: the same sequences in the same steps, but sums "
                 "round otherwise, so the weights will differ in their last bits")  # fmt: skip
         self.step, self.tokens, self.seconds, self.curve, self.best = (state[k] for k in ("step", "tokens", "seconds", "curve", "best"))
+        self.saved = self.step
 
     def save(self, folder: Path) -> dict[str, Any]:
         """The best draft as a transformers folder with the target's tokenizer; returns what the stage has to tell."""

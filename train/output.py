@@ -42,6 +42,7 @@ def save_draft(job: Job, folder: Path) -> dict[str, Any]:
     return {
         "name": job.draft.name, "parameters": sum(p.numel() for p in model.parameters()), "steps": job.step, "tokens": job.tokens,
         "sequences": {"learnt": len(job.kept), "refused": job.refused}, "train_seconds": round(job.seconds, 1), "curve": job.curve, "best": job.best,
+        "heldout": {"mode": job.heldout.mode, "head_tokens": job.recipe.draft.head_tokens},  # what the curve's alpha is, and of which head
         "weights_sha256": hash_weights(folder), "coverage": coverage_table(reached, job.recipe.draft.head_tokens),
         **job.draft.facts,
     }  # fmt: skip

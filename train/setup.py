@@ -10,33 +10,49 @@ from accelerate.utils import DistributedType
 from draftstill.distill import Recording
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Adapt, Recipe, Train
+from draftstill.sources import load_config, load_tokenizer, resolve_model
+from draftstill.stages import served_target
 from draftstill.train.adapter import check_layers, with_adapter
-from draftstill.train.build import Draft, check_head_tokens
 from draftstill.train.memory import check_memory, need
-from draftstill.vocabulary import tokenizer_hash
+from draftstill.vocabulary import real_size, tokenizer_hash
 
 if TYPE_CHECKING:
     from draftstill.train.loop import Job
 
 
-def check_recording(recipe: Recipe, recording: Recording, draft: Draft) -> None:
-    """Refuse a recording that the draft cannot learn from.
+def check_recording(recipe: Recipe, recording: Recording, heldout: Recording) -> None:
+    """Refuse a recording that the draft cannot learn from, by the target's tokenizer and config: its weights are not loaded yet.
 
     Raises:
         DraftstillError: another vocabulary, another target, or a form that the recipe's training cannot use.
     """
-    manifest = recording.manifest
-    if manifest["vocab"] != draft.vocab:
-        raise DraftstillError(f"the recording has {manifest['vocab']:,} tokens, the draft's vocabulary {draft.vocab:,}", key="draft.source",
-                              value=recipe.draft.source, mend="record with this recipe's target: draftstill distill RECIPE")  # fmt: skip
-    for what, now in (("tokenizer_sha256", tokenizer_hash(draft.tokenizer)), ("revision", draft.revision)):
-        if manifest[what] != now:
-            raise DraftstillError(f"the target is not the one that was recorded: its {what} was {manifest[what]}, is {now}", key="target.source",
-                                  value=recipe.target.source, mend="pin target.revision to the old commit, or record again")  # fmt: skip
-    check_head_tokens(recipe, draft.vocab)
+    source = resolve_model(served_target(recipe), "target.source")
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    vocab, revision = real_size(tokenizer), getattr(config, "_commit_hash", None) or source.revision
+    for manifest in (recording.manifest, heldout.manifest):
+        if manifest["vocab"] != vocab:
+            raise DraftstillError(f"the recording has {manifest['vocab']:,} tokens, the target's vocabulary {vocab:,}", key="target.source",
+                                  value=recipe.target.source, mend="record with this recipe's target: draftstill distill RECIPE")  # fmt: skip
+        for what, now in (("tokenizer_sha256", tokenizer_hash(tokenizer)), ("revision", revision)):
+            if manifest[what] != now:
+                raise DraftstillError(f"the target is not the one that was recorded: its {what} was {manifest[what]}, is {now}", key="target.source",
+                                      value=recipe.target.source, mend="pin target.revision to the old commit, or record again")  # fmt: skip
+    check_head_tokens(recipe, vocab)
     if recipe.train.head_tokens and recording.mode != "topk":
         chosen = " (record.mode: auto chose hidden states)" if recipe.record.mode == "auto" else ""
         raise DraftstillError(f"a trimmed training head needs a top-k recording{chosen}", key="train.head_tokens", value=recipe.train.head_tokens,
+                              mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
+
+
+def check_head_tokens(recipe: Recipe, vocab: int) -> None:
+    """Trimmed heads must be smaller than the whole one."""
+    for key, count in (("train.head_tokens", recipe.train.head_tokens), ("draft.head_tokens", recipe.draft.head_tokens)):
+        if count >= vocab:
+            raise DraftstillError(
+                f"as many head tokens as the vocabulary's {vocab:,}, or more", key=key, value=count, mend="0 means the whole head"
+            )
+    if recipe.train.head_tokens and recipe.record.mode == "hidden":  # what ``auto`` chooses is known once it is recorded
+        raise DraftstillError("a trimmed training head needs a top-k recording", key="train.head_tokens", value=recipe.train.head_tokens,
                               mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
 
 

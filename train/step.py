@@ -14,9 +14,8 @@ import torch
 
 from draftstill.distill import STATS, seed_of
 from draftstill.errors import NonFiniteLoss
-from draftstill.train.data import Batch, collate, trim
+from draftstill.train.data import Batch, collate, finite, trim
 from draftstill.train.devices import backward, clipped, synchronised
-from draftstill.train.module import DistilledDraft
 
 if TYPE_CHECKING:
     from draftstill.train.loop import Job
@@ -35,8 +34,7 @@ def optimize(job: Job) -> tuple[torch.Tensor, float]:
     job.set_objective()
     indices = job.sequences(job.step)
     tokens = sum(job.recording.supervised(i) for i in indices)
-    trimmed = settings.head_tokens > 0 and job.step < settings.full_head_from * job.steps
-    cut = trim(job.ranking, settings.head_tokens, job.recipe.seed, job.step).to(device) if trimmed else None
+    cut = trim(job.ranking, settings.head_tokens, job.recipe.seed, job.step).to(device) if job.trimmed(job.step) else None
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     stats = torch.zeros(len(STATS), dtype=torch.float64, device=device)
@@ -83,17 +81,12 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
 def _not_finite(job: Job, indices: list[int], loss: float, norm: float) -> NonFiniteLoss:
     """The error, and where the fault is likely to lie."""
     problem = f"step {job.step}: the loss or its gradient is not finite (loss {loss:.3g}, gradient norm {norm:.3g})"
-    poisoned = sorted({i for i in indices if not _finite(job, i)})
+    poisoned = sorted({i for i in indices if not finite(job.recording[i])})
     if poisoned:
         return NonFiniteLoss(f"{problem}; the recording itself holds such values, in sequences {', '.join(map(str, poisoned[:8]))}", key="run_dir",
                              value=str(job.recording.folder), mend="delete the recording's folder and record again")  # fmt: skip
     return NonFiniteLoss(problem, key="train.learning_rate", value=job.settings.learning_rate,
                          mend="lower the learning rate and add --set-aside, which keeps this attempt beside the new one")  # fmt: skip
-
-
-def _finite(job: Job, index: int) -> bool:
-    item = job.recording[index]
-    return all(bool(torch.isfinite(x[item.rows]).all()) for x in (item.p, item.tail, item.hidden) if x is not None)
 
 
 def _batches(job: Job, indices: list[int]) -> Iterator[Batch]:
@@ -105,14 +98,8 @@ def _batches(job: Job, indices: list[int]) -> Iterator[Batch]:
         with job.meter.reading:
             batch = collate(job.recording, mine, job.target_head, job.attention)
         if job.reference is not None:
-            batch.reference_N = _reference_losses(job, job.reference, mine, batch)
+            # On the very batch, every time: what a row is padded or packed with moves the last bits of its losses.
+            batch = batch.to(job.accelerator.device)
+            with job.accelerator.autocast():
+                batch.reference_N = job.reference.losses(batch)
         yield batch
-
-
-def _reference_losses(job: Job, reference: DistilledDraft, indices: list[int], batch: Batch) -> torch.Tensor:
-    """The untrained draft's loss at the batch's positions; each sequence is scored once."""
-    if not all(i in job.reference_losses for i in indices):
-        with job.accelerator.autocast():
-            found = reference.losses(batch.to(job.accelerator.device)).cpu()
-        job.reference_losses |= zip(indices, found.split([job.recording.supervised(i) for i in indices]), strict=True)
-    return torch.cat([job.reference_losses[i] for i in indices])

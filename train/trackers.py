@@ -181,7 +181,7 @@ def log_rounds(accelerator: Accelerator, recipe: Recipe, recorded: Path, model: 
 
 def sample_rounds(recipe: Recipe, recorded: Path, model: Path) -> list[tuple[int, int, int, int, str]]:
     """Rows in the order of ROUND_COLUMNS at the deployment's sampler; a ``|`` in the text stands where the target took over."""
-    target, heldout = load_target(recipe), Recording(recorded / "heldout")
+    target, heldout = load_target(recipe), Recording(recorded / "heldout", verify=False)
     source = resolve_model(recipe.draft.model_copy(update={"source": str(model), "sha256": None, "file": None}), "draft.source")
     network = make_network(load_model(source, resolved_dtype(recipe), resolved_device(recipe)), vocab=target.vocab, key="draft.source")
     sampler = recipe.respond.sampler

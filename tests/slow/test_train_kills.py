@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import socket
@@ -22,6 +23,13 @@ from tests.train.jobs import RECORDED, reference
 KILLS = 20
 
 
+def saved_since(latest: Path, moment: float) -> bool:
+    """Whether a checkpoint was written after a moment."""
+    with contextlib.suppress(FileNotFoundError):
+        return latest.lstat().st_mtime > moment
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_signals_end_in_the_same_weights(tmp_path: Path) -> None:
@@ -30,16 +38,24 @@ def test_twenty_signals_end_in_the_same_weights(tmp_path: Path) -> None:
     model = tmp_path / "run" / "draft" / "model" / "model.safetensors"
     began = time.monotonic()
     whole = process("train", path)
-    assert whole.wait() == 0, whole.communicate()[0]
+    output = whole.communicate(timeout=300)[0]
+    assert whole.returncode == 0, output
     seconds = time.monotonic() - began
     kills: list[int] = []
+    attempts = resumed = 0
     while len(kills) < KILLS:
         if model.exists():
             assert hash_file(model) == reference()
-            model.parent.parent.rename(tmp_path / f"finished-{len(kills)}")
+            model.parent.parent.rename(tmp_path / f"finished-{attempts}")
+        attempts += 1
         running = process("train", path)
-        # Starting up takes most of a run this small: aim behind it.
-        time.sleep(rng.uniform(0.3, 1.0) * seconds)
+        if attempts % 2:  # at any moment; starting up takes most of a run this small
+            time.sleep(rng.uniform(0.2, 1.0) * seconds)
+        else:  # among its steps
+            since = time.time()
+            while running.poll() is None and not saved_since(model.parents[2] / "draft.partial" / "latest", since):
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0.0, 0.3))
         sent = rng.choice((signal.SIGKILL, signal.SIGTERM))
         running.send_signal(sent)
         output = running.communicate(timeout=120)[0]
@@ -48,9 +64,14 @@ def test_twenty_signals_end_in_the_same_weights(tmp_path: Path) -> None:
             assert running.returncode in (-sent, 143), output
             assert running.returncode != 143 or "the same command goes on there" in output
             kills.append(running.returncode)
+        resumed += "train: going on at" in output
     last = process("train", path)
-    assert last.wait() == 0, last.communicate()[0]
+    output = last.communicate(timeout=300)[0]
+    assert last.returncode == 0, output
     assert hash_file(model) == reference()
+    # Or all of them would have come while Python was starting.
+    assert resumed >= KILLS // 4 and 143 in kills and -signal.SIGKILL in kills, (resumed, kills)
+    print(f"{attempts} attempts, {resumed} went on at a checkpoint; exits {kills}")
 
 
 @pytest.mark.slow

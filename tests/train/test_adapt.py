@@ -8,6 +8,8 @@ import math
 import os
 import signal
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from draftstill.corpus import Document, prepare_corpus, read_documents
+from draftstill.corpus import Document, iter_documents, prepare_corpus, read_documents
+from draftstill.distill import record, respond
 from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.recipe import Adapt
 from draftstill.runfolder import hash_file, read_json
 from draftstill.sources import load_model, load_tokenizer, resolve_model
 from draftstill.stages import content_of, served_target, stages
-from draftstill.train import adapt, adapting, preflight
+from draftstill.train import adapt, adapting, lessons, preflight
 from draftstill.train.adapting import Tuning
 from draftstill.train.lessons import Piece, lesson, packed, pieces
 from tests.pipeline import REAL, command, hashes, make_home, make_model, make_tokenizer, opened, process, sources
@@ -68,6 +71,41 @@ def test_pieces_and_rows_hold_every_token_once() -> None:
     assert not any(1 in p.ids for p in pieces(documents, tokenizer, 16, seed=0, ends=False))
     limited = pieces(documents, tokenizer, 16, seed=0, limit=20)
     assert limited == found[: len(limited)] and sum(len(p.ids) for p in limited[:-1]) < 20 <= sum(len(p.ids) for p in limited)
+
+
+def test_a_limit_holds_no_more_than_it_takes() -> None:
+    """The chosen pieces are the first of the whole order, whatever the order of the documents, and the others are not kept meanwhile."""
+    tokenizer = make_tokenizer()
+    documents = [Document(str(n), "train", str(n), " ".join(["ban", "ber", "bist"] * (1 + n % 30))) for n in range(200)]
+    whole = pieces(documents, tokenizer, 16, seed=0)
+    alive = weakref.WeakSet[Any]()
+
+    class Watched(Piece):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.add(self)
+
+        __hash__ = object.__hash__
+
+    most = 0
+
+    def watched() -> Iterator[Document]:
+        nonlocal most
+        for document in documents:
+            most = max(most, len(alive))
+            yield document
+
+    for limit in (1, 20, 300, 10**6):
+        for given in (documents, documents[::-1]):
+            limited = pieces(given, tokenizer, 16, seed=0, limit=limit)
+            assert limited == whole[: len(limited)] and sum(len(p.ids) for p in limited[:-1]) < limit
+            assert len(limited) == len(whole) or sum(len(p.ids) for p in limited) >= limit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lessons, "Piece", Watched)
+        limited = pieces(watched(), tokenizer, 16, seed=0, limit=300)
+    assert most <= len(limited) + 20 < len(whole) / 4
 
 
 def test_packed_pieces_do_not_see_each_other() -> None:
@@ -125,7 +163,7 @@ def _chat(tokenizer: Any) -> Any:
 def test_only_training_documents_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out text may decide which step is best, and never what a step learns."""
     asked: list[str] = []
-    monkeypatch.setattr(adapting, "read_documents", lambda folder, split: (asked.append(split), read_documents(folder, split))[1])
+    monkeypatch.setattr(adapting, "iter_documents", lambda folder, split: (asked.append(split), iter_documents(folder, split))[1])
     path = make_home(tmp_path, adapt=QUICK)
     tuning = tuning_of(path)
     assert sorted(asked) == ["train", "validation"]
@@ -351,6 +389,25 @@ def test_what_needs_the_tuned_target_says_so(tmp_path: Path) -> None:
     recipe, _ = opened(make_home(tmp_path, adapt=QUICK))
     with pytest.raises(DraftstillError, match="draftstill adapt RECIPE"):
         load_target(recipe)
+
+
+def test_nobody_answers_in_place_of_the_recipe_s_own_target(tmp_path: Path) -> None:
+    """Responding and recording may be started by themselves, by a launch: then nothing has made the tuned target before them."""
+    path = make_home(tmp_path, adapt={**QUICK, "max_steps": 1})
+    for step in (respond, record):
+        with pytest.raises(DraftstillError) as caught:
+            step(*opened(path))
+        assert caught.value.key == "adapt" and "draftstill adapt RECIPE" in str(caught.value.mend)
+    folder = adapt(*opened(path))
+    for step in (respond, record):
+        with pytest.raises(DraftstillError, match="made by another recipe"):
+            step(*opened(path, "adapt.r=8"))
+    folder.joinpath("provenance.json").rename(tmp_path / "kept.json")  # a model that lies there, and nobody says what it is
+    with pytest.raises(DraftstillError) as caught:
+        respond(*opened(path))
+    assert caught.value.key == "adapt" and not (tmp_path / "run" / "responses.partial").exists()
+    (tmp_path / "kept.json").rename(folder / "provenance.json")
+    assert respond(*opened(path)).exists()
 
 
 def test_a_folder_is_named_by_its_card(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from draftstill.errors import DraftstillError
+from draftstill.distill import recording
+from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.recipe import Recipe
 from draftstill.runfolder import FAILED, RunFolder, hash_file, read_json
 from draftstill.stages import failure, stages
+from draftstill.train import launch
 from draftstill.train.launch import preflight_all, train, train_all
 from draftstill.train.loop import Job
 from tests.pipeline import borrowed, command, finished, hashes, opened
@@ -96,11 +99,79 @@ def test_a_full_disk_is_no_fault_of_a_candidate(tmp_path: Path, monkeypatch: pyt
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Job, "save", full)
     recipe, run = opened(home(tmp_path, GOOD))
+    monkeypatch.setattr(Job, "save", full)
     with pytest.raises(OSError, match="No space"):
         train_all(recipe, run)
     assert failure(stages(recipe, run)["draft-one"]) is None
+
+
+FAULTS: dict[str, tuple[Exception, bool]] = {
+    "of the program": (AttributeError("'Job' object has no attribute 'nme'"), True), "without words": (AssertionError(), True),
+    "of memory": (MemoryError(), False), "of the device's memory": (torch.OutOfMemoryError("CUDA out of memory"), False),
+    "of the CPU allocator": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
+    "of the recipe": (DraftstillError("it cannot be", key="train.loss", value=1), False),
+    "of the numbers": (NonFiniteLoss("step 3: not finite", key="train.learning_rate", value=1.0), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_is_not_the_recipes_comes_with_its_traceback(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on all the same; what the recipe can bring about speaks for itself."""
+    error, traced = FAULTS[fault]
+    real = Job.run
+
+    def run(job: Job) -> None:
+        if job.settings.learning_rate == 7e-3:
+            raise error
+        real(job)
+
+    monkeypatch.setattr(Job, "run", run)
+    path = home(tmp_path, {"bad": {"train": {"learning_rate": 7e-3}}, "one": GOOD["one"]}, max_steps=1)
+    assert command("train", path) == 0
+    recipe, run_folder = opened(path)
+    stage = stages(recipe, run_folder)["draft-bad"]
+    found, told = read_json(stage.work / FAILED), capsys.readouterr()
+    assert found["error"] == type(error).__name__ and ("in run\n" in found.get("traceback", "")) == traced == ("Traceback" in told.err)
+    assert "not made  draft-bad: " in told.out and "made  " in told.out.replace("not made", "")
+    assert (
+        not traced
+        or f"candidate bad failed: {type(error).__name__}: {error}" in told.out
+        and str(failure(stage)).startswith(type(error).__name__)
+    )
+
+
+def test_recordings_are_read_whole_once_for_all_candidates_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    real = recording.hash_file
+
+    def counted(path: Path) -> str:
+        hashed.append(f"{path.parent.name}/{path.name}")
+        return real(path)
+
+    monkeypatch.setattr(recording, "hash_file", counted)
+    path = home(tmp_path, GOOD, max_steps=1)
+    train_all(*opened(path))
+    shards = sorted(f"{p.parent.name}/{p.name}" for p in (tmp_path / "run" / "recording").rglob("*.safetensors"))
+    assert sorted(hashed) == shards and {s.partition("/")[0] for s in shards} == {"train", "heldout"}
+    hashed.clear()
+    monkeypatch.setenv("RANK", "1")
+    launch._verify(tmp_path / "run" / "recording")
+    assert not hashed, "another process has done so"
+
+
+@pytest.mark.parametrize("side", ["train", "heldout"])
+def test_a_damaged_recording_is_found_before_the_first_candidate(side: str, tmp_path: Path) -> None:
+    path = home(tmp_path, GOOD, max_steps=1)
+    shard = sorted((tmp_path / "run" / "recording" / side).glob("shard-*"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DraftstillError, match=f"{shard.name} in .*{side} is not the one that was recorded"):
+        train_all(*opened(path))
+    assert not list((tmp_path / "run").glob("draft*"))
 
 
 def test_stopped_in_the_second_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

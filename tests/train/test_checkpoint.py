@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftstill.runfolder import hash_file
-from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint
+from draftstill.runfolder import hash_file, save_tensors
+from draftstill.train.checkpoint import BEST, checkpoints, drop_checkpoints, load_checkpoint, model_tensors, save_checkpoint
 from tests.pipeline import borrowed, command, finished, hashes
 
 
@@ -70,10 +70,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("which", [1, 2, 3, 4])
+FULL = [("fsync", n) for n in (1, 2, 3)] + [("replace", n) for n in (1, 2, 3, 4, 5)]
+"""Each of three files is synced and renamed; the best weights and the checkpoint as a whole are renamed only."""
+
+
+@pytest.mark.parametrize(("call", "which"), FULL)
 def test_a_full_disk_leaves_the_old_checkpoint_intact(call: str, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(0)
+    save_tensors(tmp_path / BEST, model_tensors(pair.model))
     save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
     before = hashes(tmp_path)
     pair.step(0)
@@ -87,13 +91,57 @@ def test_a_full_disk_leaves_the_old_checkpoint_intact(call: str, which: int, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        if call == "fsync" and which == 4:  # three files, each synced once
-            save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
-            return
         with pytest.raises(OSError, match="No space") as caught:
             save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 2}, 1)
     assert "checkpoint-0000002" in str(caught.value.filename)
-    assert hashes(tmp_path) == before and {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000001", "latest"}
+    assert hashes(tmp_path) == before and {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000001", "latest", BEST}
+
+
+def test_every_write_of_a_checkpoint_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the test above misses none: behind those there is only the link to the newest."""
+    calls: dict[str, int] = {"fsync": 0, "replace": 0}
+    pair = Pair(0)
+    save_tensors(tmp_path / BEST, model_tensors(pair.model))
+
+    def count(name: str) -> None:
+        real = getattr(os, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, counted)
+
+    for name in calls:
+        count(name)
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1)
+    assert calls["replace"] == 1 + sum(call == "replace" for call, _ in FULL) and calls["fsync"] == sum(call == "fsync" for call, _ in FULL)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_best_weights_go_back_to_the_checkpoints_own(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system knows no links, and when nothing has changed since."""
+
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    pair = Pair(0)
+    pair.step(1)
+    save_tensors(tmp_path / BEST, model_tensors(pair.model))
+    save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 2)
+    before = hash_file(tmp_path / BEST)
+    (folder,) = checkpoints(tmp_path)
+    load_checkpoint(folder, pair.model, pair.optimizer)
+    pair.step(0)
+    save_tensors(tmp_path / BEST, model_tensors(pair.model))
+    assert hash_file(tmp_path / BEST) != before == hash_file(folder / BEST), "what is kept does not change with what comes later"
+    load_checkpoint(folder, pair.model, pair.optimizer, write=False)
+    assert hash_file(tmp_path / BEST) != before, "of a launch one process writes"
+    load_checkpoint(folder, pair.model, pair.optimizer)
+    assert hash_file(tmp_path / BEST) == before == hash_file(folder / BEST)
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000001", "latest", BEST}
 
 
 def test_a_half_removed_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from draftstill.errors import DraftstillError
+from draftstill.guard import ENVIRONMENT
 from draftstill.runfolder import read_json
-from draftstill.train.devices import refuse_environment, refuse_launch
+from draftstill.train.devices import refuse_environment, refuse_launch, repeatable
 from draftstill.train.launch import train
 from tests.pipeline import borrowed, environment, opened, sources
+from tests.train.drafts import saved, tiny
+from tests.train.jobs import WEIGHED
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -63,37 +67,67 @@ def launch(path: Path, world: int = 2, until: Path | None = None, **extra: str) 
     return [(p.returncode, output) for p, output in zip(ranks, outputs, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The draft of one process: 50 steps of 8 sequences."""
-    return train(*opened(borrowed(tmp_path_factory.mktemp("one"), *RECORDED, train=KEYS)))
+def new_home() -> Path:
+    home = Path(tempfile.mkdtemp(prefix="draftstill-launch-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
+
+
+FEW: dict[str, Any] = {"max_steps": 12, "eval_steps": 12}
+# The tied draft's norms run from .6 to 1.1.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighed": WEIGHED,
+    "accumulated": FEW,
+    "accumulated, tied": {**FEW, "max_grad_norm": 0.75},
+}
+QUARTERS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @functools.cache
-def home_of(kind: str) -> Path:
-    """Where two processes trained, for 50 steps of 2 x 4 sequences."""
-    home = Path(tempfile.mkdtemp(prefix="draftstill-launch-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    ranks = launch(borrowed(home, *RECORDED, train=HALVES), **(SHARDED if kind == "fsdp2" else {}))
+def draft_of(variant: str) -> dict[str, Any]:
+    """The section draft: layers of the target, or a model whose head is its embedding."""
+    return {"source": str(saved(new_home() / "tied", tiny("llama", tied=True, layers=2)))} if "tied" in variant else {"layers": [0, 3]}
+
+
+@functools.cache
+def alone(variant: str) -> Path:
+    """The draft of one process: 50 steps of 8 sequences, or a few."""
+    return train(*opened(borrowed(new_home(), *RECORDED, draft=draft_of(variant), train={**KEYS, **VARIANTS[variant]})))
+
+
+@functools.cache
+def home_of(kind: str, variant: str = "plain") -> Path:
+    """Where two processes trained: as many steps of 2 x 4 sequences, or of 2 x 2 x 2."""
+    home = new_home()
+    keys = {**HALVES, **VARIANTS[variant], **(QUARTERS if "accumulated" in variant else {})}
+    ranks = launch(borrowed(home, *RECORDED, draft=draft_of(variant), train=keys), **(SHARDED if kind == "fsdp2" else {}))
     assert [code for code, _ in ranks] == [0, 0], "\n".join(output for _, output in ranks)
     assert ("cpu, FSDP" if kind == "fsdp2" else "cpu, MULTI_CPU") in ranks[0][1], "it is what was asked for"
     assert "held-out alpha" in ranks[0][1] and "held-out alpha" not in ranks[1][1], "one process speaks"
     return home
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_end_where_one_does(kind: str, alone: Path) -> None:
-    """2 x 4 sequences against 1 x 8."""
-    two = home_of(kind) / "run" / "draft"
-    a, b = (read_json(f / "provenance.json")["facts"] for f in (alone, two))
-    assert a["tokens"] == b["tokens"] and a["best"]["step"] == b["best"]["step"] == 50
+KINDS = [("ddp", "plain"), ("fsdp2", "plain"), ("ddp", "weighed"), ("ddp", "accumulated"), ("fsdp2", "accumulated, tied")]
+
+
+@pytest.mark.parametrize(("kind", "variant"), KINDS)
+def test_two_processes_end_where_one_does(kind: str, variant: str) -> None:
+    """2 x 4 sequences against 1 x 8; also with mixed losses, and weights that differ by token and so by rank; and with two forwards a step,
+    of which only the second one's gradients may travel, with those of the first in them."""
+    one, two = alone(variant), home_of(kind, variant) / "run" / "draft"
+    a, b = (read_json(f / "provenance.json")["facts"] for f in (one, two))
+    assert a["tokens"] == b["tokens"] and a["best"]["step"] == b["best"]["step"] == {**KEYS, **VARIANTS[variant]}["max_steps"]
     assert b["best"]["alpha"] == pytest.approx(a["best"]["alpha"], abs=1e-4), "measured on whole weights"
-    first, second = (load_file(f / "model" / "model.safetensors") for f in (alone, two))
-    start = load_file(sources() / "target" / "model.safetensors")
-    assert first.keys() == second.keys()
+    first, second = (load_file(f / "model" / "model.safetensors") for f in (one, two))
+    source, head = sources() / "target", "lm_head.weight"
+    if "tied" in variant:
+        source, head = Path(draft_of(variant)["source"]), "model.embed_tokens.weight"
+    start = load_file(source / "model.safetensors")
+    assert first.keys() == second.keys() and ("lm_head.weight" in first) == (head == "lm_head.weight")
     furthest = max(float((tensor - second[name]).abs().max()) for name, tensor in first.items())
     assert furthest < 1e-4, furthest
-    assert float((first["lm_head.weight"] - start["lm_head.weight"]).abs().max()) > 1e-2
+    assert float((first[head] - start[head]).abs().max()) > 1e-2
 
 
 @pytest.mark.slow
@@ -106,6 +140,18 @@ def test_a_sharded_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert [code for code, _ in ranks] == [0, 0] and "going on at" in ranks[0][1], ranks[0][1]
     a, b = (read_json(h / "run" / "draft" / "provenance.json")["facts"] for h in (home_of("fsdp2"), tmp_path))
     assert a["weights_sha256"] == b["weights_sha256"] and a["curve"] == b["curve"]
+
+
+def test_on_cuda_a_training_asks_for_kernels_that_repeat_themselves() -> None:
+    """And leaves the process as it was: what is decoded afterwards is not slowed down."""
+    flags = lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),  # noqa: E731
+                     torch.utils.deterministic.fill_uninitialized_memory)  # fmt: skip
+    before = flags()
+    with repeatable("cuda"):
+        assert flags() == (True, True, False)
+    with repeatable("cpu"):
+        assert flags() == before
+    assert flags() == before and ENVIRONMENT["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8"), "what cuBLAS asks for"
 
 
 # --- refused at once ---------------------------------------------------------------------------------------------------------

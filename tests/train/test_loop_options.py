@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftstill.distill import Recording
-from draftstill.distill.recording import write_manifest
+from draftstill.distill import Recorded, Recording
+from draftstill.distill.recording import write_manifest, write_shard
 from draftstill.errors import NonFiniteLoss
 from draftstill.recipe import Train
 from draftstill.runfolder import read_json, write_json
-from draftstill.train.data import learnable
+from draftstill.train.data import finite, learnable
 from draftstill.train.launch import train
 from draftstill.train.loop import Job
 from draftstill.train.schedule import stale
-from tests.pipeline import borrowed, make_model, opened, sources
+from tests.pipeline import borrowed, command, make_model, opened, sources
 from tests.train.jobs import RECORDED, Stop, assert_same, facts_of, gradients, job_of, stop_at
 
 LORA = {"r": 4, "lora_dropout": 0.3}
@@ -192,20 +193,21 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(form: str, tmp_path: Pa
 # --- degenerate masks, damaged data ------------------------------------------------------------------------------------------
 
 
-def edited(home: Path, change: Any) -> Path:
+def edited(home: Path, change: Any, side: str = "train", **sections: Any) -> Path:
     """A home whose recording was changed shard by shard, with a manifest that fits."""
-    path = borrowed(home, *RECORDED)
-    folder = home / "run" / "recording" / "train"
+    path = borrowed(home, *RECORDED, **sections)
+    folder = home / "run" / "recording" / side
     manifest = read_json(folder / "manifest.json")
     for shard in manifest["shards"]:
         file = folder / shard["file"]
         from safetensors import safe_open
 
         with safe_open(file, "pt") as opened_file:
-            info = opened_file.metadata()
+            info = json.loads(opened_file.metadata()["draftstill"])
         tensors = load_file(file)
         change(tensors)
-        save_file(tensors, file, info)
+        del info["sha256"]  # of other tensors
+        save_file(tensors, file, {"draftstill": json.dumps(info)})
     about = {k: v for k, v in manifest.items() if k not in ("format", "mark", "sequences", "positions", "bytes", "rounding", "shards")}
     made = write_manifest(folder, about)
     write_json(folder / "manifest.json", {**made, "mark": manifest["mark"]})
@@ -236,10 +238,29 @@ def test_a_chat_supervised_throughout_lost_its_mask(tmp_path: Path) -> None:
     assert learnable(recording, chat=False) == (list(range(len(recording))), {})
 
 
+@pytest.mark.parametrize("mode", ["topk", "hidden", "text"])
+def test_a_lost_mask_is_seen_in_every_mode(mode: str, tmp_path: Path) -> None:
+    """Where there are no laws the last position is never supervised, so all that can be is one position less."""
+    count = 5
+    laws = {"topk": {"ids": torch.zeros(4 * count, 1, dtype=torch.uint16), "logp": torch.zeros(4 * count, 1), "tail": torch.zeros(4 * count)},
+            "hidden": {"hidden": torch.zeros(4 * count, 2)}, "text": {}}[mode]  # fmt: skip
+    end = count - (mode == "text")
+    masks = [range(end), range(1, end), range(end), range(0)]
+    kinds = ["response", "response", "document", "response"]
+    write_shard(tmp_path / "shard-00000.safetensors", [[3] * count] * 4, [0, 1, 0, 0], laws, masks=masks, kinds=kinds)
+    write_manifest(tmp_path, {"mode": mode, "vocab": 9, "top_k": 1})
+    kept, refused = learnable(Recording(tmp_path), chat=True)
+    assert kept == [1, 2] and refused == {"nothing supervised": 1, "chat text supervised throughout": 1}
+    assert learnable(Recording(tmp_path), chat=False)[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("column", ["tail", "logp"])
-def test_a_recording_with_nan_is_named(column: str, tmp_path: Path) -> None:
+def test_a_recording_with_nan_is_named(column: str, value: float, tmp_path: Path) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["tail"][3] = float("nan")
+        if column == "logp":  # a code of 8 bits has no such value; float16, which record.logp_bits may ask for, has
+            tensors["logp"] = torch.full(tensors["logp"].shape, -4.0, dtype=torch.float16)
+        tensors[column][3] = value
 
     path = edited(tmp_path, poison)
     before = {n: p.clone() for n, p in job_of(borrowed(tmp_path / "clean", *RECORDED)).module.model.named_parameters()}
@@ -250,6 +271,43 @@ def test_a_recording_with_nan_is_named(column: str, tmp_path: Path) -> None:
             before = {n: p.detach().clone() for n, p in job.module.model.named_parameters()}
     assert caught.value.key == "run_dir" and "record again" in str(caught.value)
     assert all(torch.equal(p, before[n]) for n, p in job.module.model.named_parameters())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_held_out_recording_with_nan_is_named(value: float, tmp_path: Path, capsys: Any) -> None:
+    """Before anything is trained on what cannot be measured."""
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["hidden"][int(tensors["offsets"][2]) - 1, 0] = value
+
+    path = edited(tmp_path, poison, "heldout")
+    assert command("train", path) == 1
+    error = capsys.readouterr().err
+    assert "step 0: held-out alpha is not finite" in error and "in sequences 1\n" in error and "Traceback" not in error
+    assert "run_dir:" in error and "recording/heldout" in error and "record again" in error
+
+
+@pytest.mark.parametrize("column", ["p", "tail", "hidden"])
+def test_held_out_values_of_any_kind_are_looked_at(column: str) -> None:
+    """Beside supervised positions nothing is read, so nothing there is a fault."""
+    law = {"p": torch.ones(4, 2), "tail": torch.ones(4), "hidden": torch.ones(4, 3)}
+    for place in range(4):
+        item = Recorded(torch.arange(4), 1, **{k: v.clone() for k, v in law.items()})
+        getattr(item, column)[place] = float("nan")
+        assert finite(item) == (place == 0)
+
+
+def test_a_measurement_of_broken_weights_is_said_to_be(tmp_path: Path) -> None:
+    job = job_of(borrowed(tmp_path, *RECORDED))
+    with torch.no_grad():
+        job.module.model.lm_head.weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteLoss, match="the weights are not") as caught:
+        job._measure()
+    assert (
+        caught.value.key == "train.learning_rate"
+        and not job.curve
+        and not (tmp_path / "run" / "draft.partial" / "best.safetensors").exists()
+    )
 
 
 def test_defaults_are_those_of_before() -> None:

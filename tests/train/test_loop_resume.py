@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from draftstill.errors import DraftstillError
@@ -25,7 +27,8 @@ from tests.train.jobs import RECORDED, WEIGHED, Stop, reference, stop_at, termin
 
 STOPS = [
     ("before the first checkpoint", Job, "_optimize", 3, False),
-    ("between best weights and checkpoint", Job, "_save_checkpoint", 3, False),
+    ("before a checkpoint that a measurement follows", Job, "_save_checkpoint", 3, False),
+    ("between a checkpoint and its measurement", Job, "_save_checkpoint", 3, True),
     ("in the measurement, before best weights", Job, "held_out", 3, True),
     ("before the model is saved", Job, "save", 1, False),
     ("after the model is saved", Job, "save", 1, True),
@@ -79,6 +82,37 @@ def test_an_early_best_survives_a_restart(tmp_path: Path, monkeypatch: pytest.Mo
     folders.append(train(*opened(path)))
     one, two = (read_json(f / "provenance.json")["facts"] for f in folders)
     assert one["best"]["step"] == two["best"]["step"] == 6 and one["weights_sha256"] == two["weights_sha256"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_best_that_a_restart_does_not_find_again_is_not_published(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sums round otherwise, as on another number of processes, the second attempt measures the same step otherwise."""
+    attempt, weights = [1], dict[tuple[int, int], dict[str, torch.Tensor]]()
+    alphas = {(1, 0): 0.1, (1, 6): 0.9, (2, 6): 0.05, (2, 12): 0.02}
+    real = Job.held_out
+
+    def held_out(job: Job) -> Any:
+        place = (attempt[0], job.step)
+        weights[place] = {n: p.detach().clone() for n, p in job.module.model.named_parameters()}
+        return dataclasses.replace(real(job), alpha_deploy=alphas.get(place, 0.01))
+
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Job, "held_out", held_out)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = borrowed(tmp_path, *RECORDED)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, Job, "_optimize", 8)  # behind the best measurement, which no checkpoint knows
+        train(*opened(path))
+    assert (1, 6) in weights
+    attempt[0] = 2
+    folder = train(*opened(path))
+    best = read_json(folder / "provenance.json")["facts"]["best"]
+    assert (best["step"], best["alpha_deploy"]) == (0, 0.1)
+    found = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(p, found[n]) for n, p in weights[1, 0].items())
 
 
 def test_a_restart_repeats_at_most_save_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +213,83 @@ def test_sigterm_in_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = train(*opened(path))
     facts, whole = (read_json(f / "provenance.json")["facts"] for f in (folder, finished() / "run" / "draft"))
     assert facts["weights_sha256"] == reference() and facts["curve"] == whole["curve"]
+
+
+def killed_in(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM in the midst of a step's measurement, once."""
+    real = Job.held_out
+
+    def held_out(job: Job) -> Any:
+        if job.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(job)
+
+    monkeypatch.setattr(Job, "held_out", held_out)
+
+
+@pytest.mark.parametrize(("step", "saved"), [(0, 1), (12, 13), (24, 24)])
+def test_sigterm_in_a_measurement(step: int, saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the last one, behind which there is no step to end with."""
+    path = borrowed(tmp_path, *RECORDED)
+    with monkeypatch.context() as patch:
+        killed_in(patch, step)
+        assert command("train", path) == 143
+    assert [p.name for p in checkpoints(tmp_path / "run" / "draft.partial")] == [f"checkpoint-{saved:07d}"]
+    facts, whole = (read_json(f / "provenance.json")["facts"] for f in (train(*opened(path)), finished() / "run" / "draft"))
+    assert facts["weights_sha256"] == reference() and facts["curve"] == whole["curve"] and facts["best"] == whole["best"]
+
+
+def test_sigterm_in_the_last_measurement_of_an_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Job.held_out
+    monkeypatch.setattr(Job, "held_out", lambda job: dataclasses.replace(real(job), alpha_deploy={6: 0.5}.get(job.step, 0.1)))
+    keys = {"eval_steps": 3, "save_steps": 4, "early_stopping_patience": 2}
+    whole = train(*opened(borrowed(tmp_path / "whole", *RECORDED, train=keys)))
+    path = borrowed(tmp_path / "cut", *RECORDED, train=keys)
+    for _ in range(2):  # the second attempt has nothing left to do, and is told so, too
+        with monkeypatch.context() as patch:
+            killed_in(patch, 12)
+            assert command("train", path) == 143
+    one, two = (read_json(f / "provenance.json")["facts"] for f in (whole, train(*opened(path))))
+    assert one["steps"] == two["steps"] == 12
+    assert one["curve"] == two["curve"] and one["weights_sha256"] == two["weights_sha256"]
+
+
+def test_sigterm_in_the_last_measurement_begins_no_other_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = borrowed(
+        tmp_path, *RECORDED, train={"max_steps": 3, "eval_steps": 3, "candidates": {"one": {}, "two": {"draft": {"layers": [0]}}}}
+    )
+    with monkeypatch.context() as patch:
+        killed_in(patch, 3)
+        assert command("train", path) == 143
+    assert (tmp_path / "run" / "draft-one.partial" / "latest").exists() and not (tmp_path / "run" / "draft-two.partial").exists()
+    assert command("train", path) == 0
+
+
+def test_told_to_end_a_step_is_saved_before_it_is_measured_and_before_anyone_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement may take longer than a scheduler waits; and a launcher kills all ranks as soon as one has ended, so none may before the
+    one that writes is through."""
+    events: list[str] = []
+
+    def note(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            events.append(f"{what} {arguments[0].step}" if isinstance(arguments[0], Job) else what)
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    path = borrowed(tmp_path, *RECORDED)
+    terminate_at(monkeypatch, 12)  # an eval step, at which a checkpoint is due, too
+    note(Job, "held_out", "measured")
+    note(Job, "_save_checkpoint", "saved")
+    note(Accelerator, "wait_for_everyone", "waited")
+    assert command("train", path) == 143
+    assert [e for e in events if e != "waited"] == ["measured 0", "saved 4", "measured 6", "saved 8", "saved 12"]
+    assert events[-2:] == ["saved 12", "waited"]
 
 
 def test_going_on_with_fewer_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,16 +16,17 @@ COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+WINDOW = 5
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {}, "Mistral": {"sliding_window": 5}, "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "Qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "Llama": {}, "Mistral": {"sliding_window": WINDOW}, "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "Qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
 }  # fmt: skip
 LENGTHS = [9, 3, 14, 7, 1]
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **keys: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**COMMON, **FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family], **keys})
     return getattr(transformers, f"{family}ForCausalLM")(config).eval().model
 
 
@@ -59,13 +60,22 @@ def test_a_document_does_not_see_its_neighbours(family: str) -> None:
             assert torch.equal(own, packed[i]) != (i == changed), (changed, i)
 
 
-def test_a_window_counts_in_the_document_not_in_the_row() -> None:
-    """The window is narrower than a document, so it must be felt at all for the test above to say something about it."""
-    model = model_of("Mistral")
-    ids = torch.arange(14)[None]
-    wide = model_of("Mistral")
-    wide.config.sliding_window = 64
-    assert not torch.allclose(model(ids, use_cache=False).last_hidden_state, wide(ids, use_cache=False).last_hidden_state, atol=1e-3)
+@pytest.mark.parametrize("family", [name for name, keys in FAMILIES.items() if keys])
+def test_a_window_counts_in_the_document_not_in_the_row(family: str) -> None:
+    """A packed document's first tokens see all before them, wherever the row has come to; behind the window a document that is longer
+    feels it, or the test above would say nothing of windows."""
+    g = torch.Generator().manual_seed(1)
+    texts, places = [torch.randint(64, (n,), generator=g) for n in LENGTHS], place(LENGTHS, 2)
+    ids, at = laid_out(texts, places)
+    narrow, wide = (
+        m(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
+        for m in (model_of(family), model_of(family, sliding_window=64))
+    )
+    assert any(first > WINDOW for _, first in places), "some document begins behind the row's first window"
+    for (b, first), n in zip(places, LENGTHS, strict=True):
+        one, other = narrow[b, first : first + n], wide[b, first : first + n]
+        assert torch.allclose(one[:WINDOW], other[:WINDOW], atol=1e-5)
+        assert n <= WINDOW or not torch.allclose(one[WINDOW:], other[WINDOW:], atol=1e-3)
 
 
 def test_places_never_overlap_and_packing_never_costs_more() -> None:

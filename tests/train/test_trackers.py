@@ -80,7 +80,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
 
 def test_what_is_told(recorder: type[Recorder], tmp_path: Path) -> None:
-    keys = {**SHORT, "report_to": ["trackio"], "run_name": "mine"}
+    keys = {**SHORT, "loss": {"name": "lk"}, "report_to": ["trackio"], "run_name": "mine"}
     recipe, run = opened(borrowed(tmp_path, *RECORDED, train=keys))
     train(recipe, run)
     (told,) = recorder.made
@@ -93,6 +93,8 @@ def test_what_is_told(recorder: type[Recorder], tmp_path: Path) -> None:
     for name in ("loss", "alpha_low", "alpha_high", "top1", "grad_norm", "learning_rate", "tokens_per_s", "compute_share", "data_share",
                  "memory_peak_gib"):  # fmt: skip
         assert math.isfinite(row[f"train/{name}"]), name
+    terms = {k: v for k, v in row.items() if k.startswith("train/loss_")}
+    assert terms.keys() == {"train/loss_forward_kl", "train/loss_tvd"} and sum(terms.values()) == pytest.approx(row["train/loss"]), "of LK"
     assert 0 <= row["train/alpha_low"] <= row["train/alpha_high"] <= 1
     assert 0 < row["train/compute_share"] + row["train/data_share"] <= 1.001 and 0.05 < row["train/memory_peak_gib"] < 64
     curve = [row for _, row in told.rows if "heldout/alpha_deploy" in row]
@@ -200,3 +202,18 @@ def test_a_launch_has_no_table(recorder: type[Recorder], tmp_path: Path, monkeyp
     trackers.log_rounds(accelerator, recipe, run.path / "recording", tmp_path, 1)
     assert recorder.made[0].rows == [] and read_json(run.path / "recording" / "provenance.json")
     trackers.close_trackers(accelerator)
+
+
+def test_alpha_over_a_sample_of_the_ids_is_told_as_an_estimate(recorder: type[Recorder], tmp_path: Path) -> None:
+    """While the head is cut, and in a line that a cut step counts in; the names of the bounds are for the whole head."""
+    keys = {**SHORT, "max_steps": 6, "logging_steps": 2, "head_tokens": 40, "full_head_from": 0.5, "report_to": ["trackio"]}
+    train(*opened(borrowed(tmp_path, *RECORDED, train=keys)))
+    (told,) = recorder.made
+    rows = {step: row for step, row in told.rows if "train/loss" in row}
+    assert sorted(rows) == [2, 4, 6]
+    bounds, estimates = {"alpha_low", "alpha_high", "top1"}, {"alpha_estimate_low", "alpha_estimate_high", "top1_estimate"}
+    for step, row in rows.items():
+        names = {name.removeprefix("train/") for name in row}
+        expected, others = (bounds, estimates) if step == 6 else (estimates, bounds)
+        assert expected <= names and not names & others, step
+        assert all(0 <= row[f"train/{name}"] <= 1 for name in expected)
