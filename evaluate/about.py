@@ -14,7 +14,7 @@ from draftstill.evaluate.arms import PLAIN, Bench
 from draftstill.evaluate.assembling import Found, trace_of
 from draftstill.machine import cores, describe_machine
 from draftstill.recipe import Recipe
-from draftstill.runfolder import Stage, git_state, versions
+from draftstill.runfolder import Stage, git_state, read_json, versions
 from draftstill.stages import resolved_device, resolved_dtype, served_target
 
 
@@ -36,7 +36,9 @@ def about_draft(recipe: Recipe, stage: Stage) -> dict[str, Any]:
 
 def about_corpus(recipe: Recipe, found: Mapping[str, Stage]) -> dict[str, Any]:
     corpus, responses, recording = (found[n].facts() for n in ("corpus", "responses", "recording"))
+    heldout = read_json(found["recording"].folder / "heldout" / "manifest.json")["mode"]
     return {"source": recipe.corpus.source, "documents": {k: v["documents"] for k, v in corpus["splits"].items()},
+            "recording": {"mode": recording["mode"], "heldout_mode": heldout},
             "recorded_tokens": recording["sizes"]["train"]["positions"], "response_tokens": responses["tokens"],
             "response_finish": responses["finish"]}  # fmt: skip
 

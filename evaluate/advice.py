@@ -44,6 +44,10 @@ class Conditions:
     """Speed-up by gamma, measured or predicted from counts; gamma 0 need not be among them."""
     curve: Sequence[float] = field(default=())
     """alpha on held-out text at each evaluation of the training, in order."""
+    in_use: int | None = None
+    """The recipe's gamma; None: that of the diagnosis."""
+    curve_of: str = "alpha"
+    """What the curve shows."""
 
 
 def advise(found: Mapping[str, Any], conditions: Conditions) -> list[dict[str, Any]]:
@@ -100,15 +104,21 @@ def _stop(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
 
 
 def _gamma(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
-    now = found["gamma"]
-    speed = conditions.speeds.get(now, 1.0)
+    now = found["gamma"] if conditions.in_use is None else conditions.in_use
     best, fastest = _best(conditions)
-    worth = fastest / speed
-    advised = best not in (0, now) and worth >= OTHER_GAMMA
-    told = "gamma {} is the only one tried" if len(conditions.speeds) < 2 else "no gamma tried is faster than {}"
-    because = f"gamma {best} reaches {fastest:.2f}x, gamma {now} {speed:.2f}x" if best not in (0, now) else told.format(now)
-    return _entry("another gamma", advised, because, worth, ["evaluate.gamma"], {"gamma": now, "speedup": speed, "best_gamma": best,
-                  "best_speedup": fastest, "tried": sorted(conditions.speeds)}, {"gain": OTHER_GAMMA})  # fmt: skip
+    tried = sorted(conditions.speeds)
+    speed = conditions.speeds.get(now)
+    worth = None if speed is None else fastest / speed
+    advised = best not in (0, now) and (worth is None or worth >= OTHER_GAMMA)
+    if best in (0, now):
+        because = f"gamma {now} is the only one tried" if len(tried) < 2 else f"no gamma tried is faster than {now}"
+    else:
+        because = f"gamma {best} reaches {fastest:.2f}x, the recipe's {now} " + ("was not tried" if speed is None else f"{speed:.2f}x")
+    # The best may lie beyond what was tried: where the last step up still gained, there may be more.
+    if len(tried) > 1 and best == tried[-1] and fastest >= OTHER_GAMMA * conditions.speeds[tried[-2]]:
+        advised, because = True, f"{because}; {best} is the largest that was tried, so try larger ones"
+    return _entry("another gamma", advised, because, worth, ["evaluate.gamma", "evaluate.gammas"], {"gamma": now, "speedup": speed, "best_gamma": best,
+                  "best_speedup": fastest, "tried": tried}, {"gain": OTHER_GAMMA})  # fmt: skip
 
 
 def _shape(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def _data(found: Mapping[str, Any], conditions: Conditions) -> dict[str, Any]:
     if sure >= SURE_LOST:
         signs.append(f"{sure:.0%} of the lost acceptance falls where the target is sure")
     if rise is not None and rise >= RISING:
-        signs.append(f"alpha rose by {rise:.3f} in the last third of training")
+        signs.append(f"{conditions.curve_of} rose by {rise:.3f} in the last third of training")
     if behind:
         signs.append(f"alpha lags behind in {', '.join(behind)}")
     advised = worth >= WORTH and bool(signs)

@@ -35,6 +35,8 @@ _PLACES = 3
 """First tokens whose law is compared."""
 _FEWEST = 5.0
 """Expected draws of a cell; smaller ones are pooled."""
+VERSION = 2
+"""Raised when the same inputs would be audited otherwise."""
 TIE_STEPS = 8
 """A tie is a gap of at most so many steps of the serving dtype at the size of the largest logit; at a logit of 20, in bfloat16: 1.0. Twice what
 was found on the demo (134M, bfloat16, 16 prompts of 64 tokens): texts of the four arms parted at gaps of up to 3.6 steps, 0.24 logits."""
@@ -42,12 +44,14 @@ _BITS = {"bfloat16": 7, "float16": 10}
 """Explicit bits of the mantissa."""
 
 
-def audit(recipe: Recipe, draft: Path | Mapping[str, Path], prompts: Sequence[Prompt], *, thorough: bool = False) -> dict[str, Any] | None:
+def audit(recipe: Recipe, draft: Path | Mapping[str, Path], prompts: Sequence[Prompt], *, thorough: bool = False,
+          arms: Sequence[str] = ()) -> dict[str, Any] | None:  # fmt: skip
     """Run all checks on the given prompts; None where there are no prompts.
 
     Args:
         draft: folder of the draft stage, or that of each candidate.
-        thorough: sample with every arm and four times as often; else with one arm.
+        thorough: sample with every arm and four times as often.
+        arms: else sample with these; with the first that drafts, where none is named.
     """
     if not prompts:
         return None
@@ -58,9 +62,8 @@ def audit(recipe: Recipe, draft: Path | Mapping[str, Path], prompts: Sequence[Pr
     found: dict[str, Any] = {"greedy_fp32": greedy(bench, prompts, watch), "self_pair": self_pair(bench, prompts, watch)}
     if served is not None:
         found["ties"] = ties(bench.target.network, prompts, served, dtype)
-    arms = [a.name for a in bench.arms.values() if a.name != PLAIN]
     one = _first(bench)
-    chosen = arms if thorough else [] if one is None else [one]
+    chosen = [a for a in bench.arms if a != PLAIN] if thorough else arms or ([] if one is None else [one])
     found["sampling"] = _worst([sampling(bench, prompts[0], _MANY_DRAWS if thorough else _DRAWS, arm=a, watch=watch) for a in chosen])
     return {**found, "identities": identities(watch)}
 
@@ -71,11 +74,13 @@ def _first(bench: Bench) -> str | None:
 
 
 def _worst(found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The arm with the smallest p-value, corrected for having looked at several."""
+    """The arm with the smallest p-value, corrected for having looked at several. Of one where nothing could be compared there is none."""
     if not found:
         return None
-    worst = min(found, key=lambda f: f["p_value"])
-    return {**worst, "p_value": min(1.0, worst["p_value"] * len(found)), "by_arm": {f["arm"]: f["p_value"] for f in found}}
+    tested = [f for f in found if f["p_value"] is not None]
+    worst = min(tested or found, key=lambda f: f["p_value"] or 0.0)
+    p_value = min(1.0, worst["p_value"] * len(tested)) if tested else None
+    return {**worst, "p_value": p_value, "by_arm": {f["arm"]: f["p_value"] for f in found}}
 
 
 # -- greedy --------------------------------------------------------------------------------------------------------------------
@@ -200,7 +205,8 @@ def sampling(
     The first token's law is enumerated, and the law of each further one behind every beginning that was drawn often enough.
 
     Returns:
-        p_value: the smallest of the places', times their number; draws, arm, temperature; places: p_value and cells of each.
+        p_value: the smallest of the places', times their number (None: no token came often enough at any place, so nothing was tested);
+        draws, arm, temperature; places: p_value and cells of each.
 
     Raises:
         ValueError: there is no arm to sample with.
@@ -216,8 +222,9 @@ def sampling(
     if watch is not None:
         watch += traces
     places = [_place(bench.target.network, law, prompt, [t.tokens[:n] for t in traces]) for n in range(1, _PLACES + 1)]
-    lowest = min(p["p_value"] for p in places)
-    return {"p_value": min(1.0, lowest * len(places)), "draws": draws, "arm": arm, "temperature": law.temperature, "places": places}
+    tested = [p["p_value"] for p in places if p["p_value"] is not None]
+    p_value = min(1.0, min(tested) * len(tested)) if tested else None
+    return {"p_value": p_value, "draws": draws, "arm": arm, "temperature": law.temperature, "places": places}
 
 
 def _place(network: Network, law: Sampling, prompt: Prompt, starts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -233,7 +240,10 @@ def _place(network: Network, law: Sampling, prompt: Prompt, starts: Sequence[Seq
         counts = np.bincount(list(drawn.elements()), minlength=len(p)).astype(float)
         own, cells = _cells(counts, p)
         statistic, freedom = statistic + own, freedom + cells - 1
-    return {"p_value": 1.0 if not freedom and not statistic else float(stats.chi2.sf(statistic, max(freedom, 1))), "cells": freedom}
+    return {
+        "p_value": None if not freedom and math.isfinite(statistic) else float(stats.chi2.sf(statistic, max(freedom, 1))),
+        "cells": freedom,
+    }
 
 
 def chi_squared(counts: np.ndarray, law: np.ndarray) -> float:

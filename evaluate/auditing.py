@@ -7,9 +7,9 @@ from typing import Any
 
 from draftstill.corpus import prepare_corpus, read_documents
 from draftstill.decode import load_target
-from draftstill.distill import cut_prompts
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.audit import audit, failures
+from draftstill.evaluate.domains import held_out
 from draftstill.progress import say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import RunFolder, write_json
@@ -26,10 +26,7 @@ def audit_run(recipe: Recipe, run: RunFolder) -> list[str]:
         raise DraftstillError("the recipe audits no prompts", key="evaluate.audit_prompts", value=0, mend="give a number, for example 4")
     folders = train_all(recipe, run)
     documents = read_documents(prepare_corpus(recipe, run), "test")
-    prompts = cut_prompts(documents, recipe.evaluate.audit_prompts, recipe.respond, load_target(recipe).tokenizer, recipe.seed)
-    if not prompts:
-        raise DraftstillError(f"no held-out document is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
-                              value=recipe.respond.prompt_tokens, mend="lower it, or raise corpus.heldout_fraction")  # fmt: skip
+    prompts = held_out(recipe, documents, load_target(recipe).tokenizer, recipe.evaluate.audit_prompts)
     say(f"audit of {', '.join(folders)} on {len(prompts)} held-out prompts")
     found = audit(recipe, folders, prompts, thorough=True)
     assert found is not None
@@ -56,7 +53,9 @@ def audit_table(found: Mapping[str, Any], wrong: list[str]) -> str:
         lines.append(
             f"greedy, {tie['dtype']:<9} {tie['identical']} of {tie['texts']} texts identical, {tie['tied']} part at a tie, {tie['failed']} elsewhere{widest}"
         )
-    if sampled:
+    if sampled and sampled["p_value"] is None:
+        lines.append(f"sampling          not tested: of {sampled['draws']} texts no token came often enough to be compared")
+    elif sampled:
         lines.append(f"sampling          p = {sampled['p_value']:.3g} over {len(sampled['places'])} places, {sampled['draws']} texts of each arm "
                      f"at temperature {sampled['temperature']:g}; lowest: {sampled['arm']}")  # fmt: skip
     lines.append(f"self-pair         {found['self_pair']['token_acceptance']} of its guesses accepted")

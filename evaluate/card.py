@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from draftstill.decode.theory import expected_tokens, predicted_speedup
-from draftstill.evaluate.circumstances import how_run
+from draftstill.evaluate.circumstances import how_run, prompts
 from draftstill.evaluate.licences import family, licence
 from draftstill.evaluate.reading import Score, arms_at, temperatures
-from draftstill.evaluate.report import arm_rows, cell, table
+from draftstill.evaluate.report import HEAD, arm_rows, cell, table
 from draftstill.evaluate.sentences import verdict
 from draftstill.evaluate.snippets import DRAFT_GGUF, DRAFT_PATH, TARGET_PATH, snippets
 from draftstill.evaluate.wording import busy, confidence, losslessness, number, outcome, share, times
@@ -38,9 +38,9 @@ def gamma_table(score: Score) -> list[dict[str, Any]]:
     The prediction takes every position as equally easy; at the scored gamma the measured speed-up stands beside it.
     """
     rows = []
-    costs = score.get("costs") or {}
-    verify = costs.get("verify_s") or {"1": 1.0}
     for t in temperatures(score):
+        costs = (score.get("costs_by_temperature") or {}).get(f"{t:g}") or score.get("costs") or {}
+        verify = costs.get("verify_s") or {"1": 1.0}
         arm = arms_at(score, t).get(score.get("publish") or "tuned")
         if arm is None or arm["alpha"] is None or arm["c"] is None:
             continue
@@ -157,14 +157,15 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
     if family(score) == "llama":
         out += ["Built with Llama.", ""]
     for degree in temperatures(score):
-        head = ["arm", "gamma", "token acceptance", "alpha", "tau", "c", "v", "predicted speed-up", "measured speed-up", "tokens/s"]
+        head = [*HEAD[:-1], "tokens/s"]
         out += [f"## Temperature {degree:g}{' (deployment)' if degree == t else ''}", "", *table(head, arm_rows(score, degree)), ""]
     out += _gamma_lines(export.get("gammas") or [])
     out += [
         f"Square brackets: {confidence(score)} interval, paired bootstrap over prompts. Token acceptance: accepted over proposed. alpha: mean of "
-        "sum min(p, q) on target-written text. tau: tokens per target pass. c, v: time of a draft step and of a verify pass over a plain target step, apart.",
+        "sum min(p, q) on target-written text. tau: tokens per target pass. timed: of the timed texts; all texts: of every prompt's "
+        "whole text. c, v: time of a draft step and of a verify pass over a plain target step, apart.",
         "", "## Conditions", "",
-        f"- {c['prompts']} held-out prompts from {cell(corpus_name(score))}, {c['max_new_tokens']} new tokens each; top_k {c['top_k']}, top_p {c['top_p']:g}, "
+        f"- prompts from {cell(corpus_name(score))}: {cell(prompts(score))}; top_k {c['top_k']}, top_p {c['top_p']:g}, "
         f"seed {c['seed']}",
         f"- {cell(m['cpu'])}, {m['cores']} cores, {c['threads']} threads, {m['memory_gib']} GiB; {cell(c['device'])}, {cell(c['dtype'])}, {cell(how_run(c))}; "
         f"{number(c['other_cores'])} cores taken by other processes",
@@ -178,7 +179,7 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
         f"({', '.join(f'{n:,} responses ended by {cell(k)}' for k, n in finish.items())})",
         f"- corpus: {cell(corpus_name(score))}; {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for the score, "
         "near-duplicates on one side",
-        f"- training: {draft['trained_tokens']:,} tokens in {draft['train_seconds']:,.0f} s, loss {cell(draft['loss'])} on the target's distributions",
+        f"- training: {draft['trained_tokens']:,} tokens in {draft['train_seconds']:,.0f} s, loss {cell(draft['loss'])} on {_learnt(score)}",
         "- made with Draftstill; all figures stand in `draft_report.json`, versions and settings in `provenance.json`",
         "", *_file_lines(export), "## Limits", "", "Do not use it", "",
         f"- with another target than {name}, nor with a further fine-tune of it without scoring again;",
@@ -200,6 +201,11 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
     for s in snippets(hub_id(target["source"]) or TARGET_PATH, where, c["gamma"], gguf=local, from_hub=repo is not None):
         out += [f"### {s.server} (read: {s.read})", "", f"```{s.language}", s.code, "```", "", *(f"- {trap}" for trap in s.traps), ""]
     return "\n".join(out)
+
+
+def _learnt(score: Score) -> str:
+    mode = (score["corpus"].get("recording") or {}).get("mode")
+    return "the text that the target wrote, its probabilities unknown" if mode == "text" else "the target's distributions"
 
 
 def _wins(score: Score) -> bool:

@@ -50,12 +50,21 @@ class Cells:
     """What the target's texts depend on beside prompt and sampling: its weights, dtype, device."""
     drafts: Mapping[str, Any]
     """What each draft of ``Bench.drafts`` is: weights and head; and under ``bigram`` what its table is."""
-    warm_up_s: float = 0.0
+    surroundings: dict[str, Any] = field(default_factory=dict)
+    """What times depend on beside the work: machine, threads, versions."""
     _decoders: dict[tuple[float, str, int], Decoder] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
         return self.bench.recipe
+
+    # -- warm-up ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds of loading caches, capturing and compiling, that are in no timing; over all attempts at this score."""
+        path = self.work / "warm_up.json"
+        return float(read_json(path)["seconds"]) if path.exists() else 0.0
 
     # -- files --------------------------------------------------------------------------------------------------------------
 
@@ -145,8 +154,8 @@ class Cells:
         made = self.drafts.get(arm.draft or arm.kind)
         if arm.kind == "composite":
             made = [made, self.recipe.evaluate.lookup_gamma]
-        key = fingerprint(self.identity, self._sampler(temperature), self.recipe.evaluate.timed_tokens, prompt.id, prompt.ids, self.seed(prompt),
-                          self.recipe.evaluate.backend, [arm.kind, made, gamma])  # fmt: skip
+        key = fingerprint(self.identity, self.surroundings, self._sampler(temperature), self.recipe.evaluate.timed_tokens, prompt.id, prompt.ids,
+                          self.seed(prompt), self.recipe.evaluate.backend, [arm.kind, made, gamma])  # fmt: skip
         # By what it is, not by its name: one candidate's composite is called otherwise once there is a second one.
         name = arm.name if arm.name == PLAIN else f"{arm.kind}-{key[:12]}"
         return f"timing/{domain}/t{temperature:g}/{number:04d}/{name}@{gamma}.json", key
@@ -196,5 +205,5 @@ class Cells:
             decoder = self.bench.decoder(arm.name, self.sampling(temperature), gamma=gamma or None)
             decoder.run([Request(prompt.ids, min(_WARM_TOKENS, self.recipe.evaluate.timed_tokens), ignore_eos=True)])
             self._decoders[key] = decoder
-            self.warm_up_s += time.monotonic() - started
+            write_json(self.work / "warm_up.json", {"seconds": round(self.warm_up_s + time.monotonic() - started, 3)})
         return self._decoders[key]

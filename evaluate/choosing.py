@@ -79,10 +79,10 @@ def comparisons(recipe: Recipe, found: Found, best: Sequence[Row]) -> list[dict[
 
 def winner(recipe: Recipe, found: Found, sweep: Sequence[Row]) -> dict[str, Any]:
     """The fastest arm at its fastest gamma, if it is faster than plain decoding beyond an interval that holds for all arms and gammas at
-    once; ``clear`` if it also beats every other such arm beyond theirs.
+    once; ``clear`` if it also beats every other arm beyond theirs, at each of that arm's gammas.
 
-    ``rivals``: arms that it could not be told from, each at its fastest gamma, and ``to_settle``: how many timed prompts in all would
-    tell, if their scatter stays what it is (None: no number can be named).
+    ``rivals``: arms that it could not be told from, each at the fastest of the gammas where it could not, and ``to_settle``: how
+    many timed prompts in all would tell, if their scatter stays what it is (None: no number can be named).
     """
     nobody: dict[str, Any] = {
         "temperature": found.temperature, **dict.fromkeys(("arm", "gamma", "candidate", "speedup", "to_settle")), "clear": True, "rivals": [],
@@ -102,10 +102,12 @@ def winner(recipe: Recipe, found: Found, sweep: Sequence[Row]) -> dict[str, Any]
     for other in {r["arm"]: None for r in rows.values()}:
         if other == best["arm"]:
             continue
-        theirs = max((k for k, r in rows.items() if r["arm"] == other), key=lambda k: sure.speedups[k].estimate)
-        ratio: Interval = sure.rivals[theirs]
-        if sure.speedups[theirs].low > 1.0 and not ratio.excludes(1.0):
-            rivals.append({"arm": other, "gamma": rows[theirs]["swept"], "ratio": ratio.to_json(),
+        # Whether it beats plain decoding by itself is another question: an arm that was seldom fast may be the fastest all the same.
+        theirs = [k for k, r in rows.items() if r["arm"] == other and not sure.rivals[k].excludes(1.0)]
+        if theirs:
+            nearest = max(theirs, key=lambda k: sure.speedups[k].estimate)
+            ratio: Interval = sure.rivals[nearest]
+            rivals.append({"arm": other, "gamma": rows[nearest]["swept"], "ratio": ratio.to_json(),
                            "to_settle": prompts_to_settle(ratio, len(found.timed), recipe.evaluate.confidence)})  # fmt: skip
     needed = [r["to_settle"] for r in rivals]
     return {

@@ -20,11 +20,12 @@ def conditions(score: Score) -> list[tuple[str, str]]:
     found += [
         ("corpus", f"{k['source']}: {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for this score; "
          f"{k['recorded_tokens']:,} tokens recorded"),
-        ("prompts", _prompts(score)),
+        ("prompts", prompts(score)),
         ("sampler", f"temperatures {', '.join(f'{x:g}' for x in c['temperatures'])}, top_k {c['top_k']}, top_p {c['top_p']:g}, seed {c['seed']}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, flags {' '.join(m['cpu_flags']) or 'none'}"),
         ("running", f"{c['device']}, {c['dtype']}, {how_run(c)}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
          f"{c['other_cores']:.2f} cores taken by other processes"),
+        *([("warm-up", f"{c['warm_up_s']:.1f} s of first rounds, captures and compilation, in no timing")] if c.get("warm_up_s") is not None else []),
         ("versions", ", ".join(f"{n} {v}" for n, v in c["versions"].items())),
         ("source", f"commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else "not a git checkout"),
         ("command", c["command"]),
@@ -42,10 +43,11 @@ def _draft(d: dict[str, Any]) -> str:
     )
 
 
-def _prompts(score: Score) -> str:
+def prompts(score: Score) -> str:
+    """How many texts were counted and how many timed, and how long they are."""
     c = score["conditions"]
-    prompts, length = c.get("timed_prompts", c["prompts"]), c.get("timing_tokens", c["max_new_tokens"])
-    timed = f"{prompts} timed, {length} new tokens each, end of text ignored so that all arms do the same work"
+    count, length = c.get("timed_prompts", c["prompts"]), c.get("timing_tokens", c["max_new_tokens"])
+    timed = f"{count} timed, {length} new tokens each, end of text ignored so that all arms do the same work"
     if c.get("past_eos") is not None:
         timed += f" ({share(c['past_eos'])} of plain decoding's tokens stand behind one)"
     whole = any(a.get("counts") for a in score["arms"])

@@ -14,13 +14,13 @@ from draftstill.evaluate.token_kinds import pieces_of
 
 
 def diagnoses(cells: Cells, costs: Costs, found: Sequence[Found], sweep: Sequence[Row], best: Sequence[Row],
-              curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """By candidate, at the best gamma of its draft alone.
+              curves: Mapping[str, Sequence[Mapping[str, Any]]], curve_of: str = "alpha") -> dict[str, dict[str, Any]]:  # fmt: skip
+    """By candidate, at the best gamma of its draft alone: on the run's own text, the others in the table of domains.
 
     Args:
         found: all domains at one temperature, the run's own first.
         sweep, best: the rows of the run's own domain at that temperature.
-        curves: of the training, by candidate.
+        curves: of the training, by candidate; ``curve_of``: what they show.
     """
     rows = [r for r in best if r["kind"] == "tuned"]
     if not rows:
@@ -29,14 +29,18 @@ def diagnoses(cells: Cells, costs: Costs, found: Sequence[Found], sweep: Sequenc
     made, v = {}, costs.v_by_gamma()
     for r in rows:
         arm = cells.bench.arms[r["arm"]]
-        texts = [
-            text_of(prompt.id, f.domain, pieces[f.domain][n], trace, f.laws[r["draft"]][n])
-            for f in found
-            for n, (prompt, trace) in enumerate(
-                zip(f.prompts, derived(cells.bench, f, arm, r["swept"], [cells.seed(p) for p in f.prompts]), strict=True)
-            )
-        ]
+        own, others = (
+            [
+                text_of(prompt.id, f.domain, pieces[f.domain][n], trace, f.laws[r["draft"]][n])
+                for f in some
+                for n, (prompt, trace) in enumerate(
+                    zip(f.prompts, derived(cells.bench, f, arm, r["swept"], [cells.seed(p) for p in f.prompts]), strict=True)
+                )
+            ]
+            for some in (found[:1], found[1:])
+        )
         speeds = {s["swept"]: (s["speedup"] or s["counts"]["predicted"])["estimate"] for s in sweep if s["arm"] == r["arm"]}
         curve = [p["alpha_deploy"] for p in curves.get(r["candidate"], ()) if p.get("alpha_deploy") is not None]
-        made[r["candidate"]] = diagnose(texts, r["swept"], Conditions(costs.c_by_gamma(r["draft"], max(v)), v, speeds, curve))
+        conditions = Conditions(costs.c_by_gamma(r["draft"], max(v)), v, speeds, curve, cells.recipe.evaluate.gamma, curve_of)
+        made[r["candidate"]] = diagnose(own, r["swept"], conditions, others)
     return made

@@ -69,12 +69,14 @@ def text_of(prompt: str, domain: str, pieces: Sequence[str], trace: Trace, law: 
     return made
 
 
-def diagnose(texts: Sequence[Text], gamma: int, conditions: Conditions | None = None) -> dict[str, Any]:
+def diagnose(texts: Sequence[Text], gamma: int, conditions: Conditions | None = None, others: Sequence[Text] = ()) -> dict[str, Any]:
     """Where guesses fail, and what to do about it.
 
     Args:
-        texts: of one draft at one gamma and temperature; of every domain.
+        texts: of one draft at one gamma and temperature.
         conditions: costs and speeds, without which there is no advice.
+        others: the same of further domains. They stand in the table of domains only: what they lose says nothing of the text that the draft is
+            for.
 
     Returns:
         JSON: tokens, rounds, alpha, kl, entropy, right; ``block``: by place in the block, conditional and unconditional; ``output`` (by
@@ -86,9 +88,7 @@ def diagnose(texts: Sequence[Text], gamma: int, conditions: Conditions | None = 
     Raises:
         ValueError: no texts, or texts without tokens.
     """
-    tokens = [_Token(n, place, mark, kind, t.alpha[place], t.kl[place], t.entropy[place])
-              for n, t in enumerate(texts)
-              for place, (mark, kind) in enumerate(zip(t.trace.marks(), token_kinds(t.pieces), strict=True))]  # fmt: skip
+    tokens = _tokens(texts)
     if not tokens:
         raise ValueError("no tokens to diagnose")
     lost = sum(1 - t.alpha for t in tokens)
@@ -97,16 +97,24 @@ def diagnose(texts: Sequence[Text], gamma: int, conditions: Conditions | None = 
     outside = [x for t in texts for x in t.outside]
     whole = histogram((r.accepted for r in rounds if r.proposed == gamma), gamma)
     alpha = statistics.fmean(t.alpha for t in tokens)
+    every = [*texts, *others]
+    pooled = [*tokens, *_tokens(others, len(texts))]
     found: dict[str, Any] = {
         **_group(tokens, lost), "gamma": gamma, "texts": len(texts), "rounds": len(rounds), "outside": statistics.fmean(outside) if outside else None,
         "block": _block(texts), "output": _split(tokens, lost, lambda t: _bucket(t.place)),
-        "domain": _split(tokens, lost, lambda t: texts[t.text].domain),
+        "domain": _split(pooled, sum(1 - t.alpha for t in pooled), lambda t: every[t.text].domain),
         "token_kind": _split(tokens, lost, lambda t: t.kind, KINDS),
         "entropy_fifth": _fifths(tokens, lost), "sure": _group([t for t in tokens if t.entropy < SURE], lost), "worst": _worst(texts, tokens),
         "context": {"rounds": stopped, "share": ratio(stopped, len(rounds))},
         "dispersion": dispersion(whole, alpha).to_json() if sum(whole) else None,
     }  # fmt: skip
     return {**found, "advice": [] if conditions is None else advise(found, conditions)}
+
+
+def _tokens(texts: Sequence[Text], first: int = 0) -> list[_Token]:
+    return [_Token(n, place, mark, kind, t.alpha[place], t.kl[place], t.entropy[place])
+            for n, t in enumerate(texts, first)
+            for place, (mark, kind) in enumerate(zip(t.trace.marks(), token_kinds(t.pieces), strict=True))]  # fmt: skip
 
 
 def _group(tokens: Sequence[_Token], lost: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def domains(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], tokenize
     """
     settings = recipe.evaluate
     folder = prepare_corpus(recipe, run)
-    own = _cut(recipe, read_documents(folder, "test"), tokenizer, OWN, max(settings.prompts, settings.audit_prompts))
+    own = held_out(recipe, read_documents(folder, "test"), tokenizer, max(settings.prompts, settings.audit_prompts))
     share = found["corpus"].facts().get("heldout_13grams_in_train", {}).get("test")
     facts = {"source": recipe.corpus.source, "documents": found["corpus"].facts()["splits"]["test"]["documents"], "seen_in_training": share}
     made = [Domain(OWN, own, facts)]
@@ -50,7 +50,11 @@ def domains(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], tokenize
                     f"  evaluate.domains.{name}: {share:.0%} of its 13-word passages stand in the training text; its figures flatter the draft"
                 )
             facts = {"source": corpus.source, "documents": len(documents), "seen_in_training": share}
-            made.append(Domain(name, _cut(recipe, documents, tokenizer, name, settings.prompts), facts))
+            made.append(Domain(name, held_out(recipe, documents, tokenizer, settings.prompts, name), facts))
+    for d in made:
+        if len(d.prompts) < settings.prompts:
+            where = "" if d.name == OWN else f" of evaluate.domains.{d.name}"
+            say(f"  evaluate.prompts: the held-out documents{where} hold {len(d.prompts)} prompts, not {settings.prompts}")
     return made
 
 
@@ -70,13 +74,16 @@ def _documents(name: str, corpus: Corpus, trained: set[str]) -> list[Document]:
     return kept
 
 
-def _cut(recipe: Recipe, documents: list[Document], tokenizer: Any, name: str, count: int) -> list[Prompt]:
+def held_out(recipe: Recipe, documents: list[Document], tokenizer: Any, count: int, name: str = OWN) -> list[Prompt]:
+    """The first prompts of a held-out text: what score, audit and server see. Asking for more only adds, as long as no kind of document runs out.
+
+    Raises:
+        DraftstillError: no document is as long as a prompt.
+    """
     prompts = cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed)
     where = "" if name == OWN else f" of evaluate.domains.{name}"
     if not prompts:
         raise DraftstillError(f"no held-out document{where} is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or raise corpus.heldout_fraction" if name == OWN
                               else "lower it, or give longer documents")  # fmt: skip
-    if len(prompts) < recipe.evaluate.prompts:
-        say(f"  evaluate.prompts: the held-out documents{where} hold {len(prompts)} prompts, not {recipe.evaluate.prompts}")
     return prompts

@@ -25,7 +25,7 @@ def failures(found: Mapping[str, Any] | None) -> list[str]:
         said.append(f"a draft equal to its target scores {pair['token_acceptance']} instead of 1")
     if tie and tie["failed"]:
         said.append(f"{tie['failed']} greedy texts in {tie['dtype']} part from plain decoding's where the target is not near a tie")
-    if sampled and sampled["p_value"] < ALARM:
+    if sampled and sampled["p_value"] is not None and sampled["p_value"] < ALARM:
         said.append(f"tokens sampled with {sampled.get('arm', 'a draft')} do not follow the target's law: p = {sampled['p_value']:.2g}")
     if kept and kept["broken"]:
         said.append(f"{kept['broken']} of {kept['traces']} traces contradict themselves: {kept['first']}")

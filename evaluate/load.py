@@ -20,15 +20,18 @@ from draftstill.errors import DraftstillError
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench
 from draftstill.evaluate.assembling import bootstrap
 from draftstill.evaluate.domains import domains
+from draftstill.evaluate.reading import has_interval
 from draftstill.evaluate.report import write_reports
 from draftstill.evaluate.stats import paired_ratio
+from draftstill.machine import LoadWatch
 from draftstill.progress import Progress
 from draftstill.recipe import Recipe
 from draftstill.runfolder import RunFolder, read_json, write_json
-from draftstill.stages import candidate_recipes, draft_stage, stages
+from draftstill.stages import candidate_recipes, draft_stage, failure, stages
 
-_BLOCKS = 4
-"""Repetitions, each with requests of its own; the arms take turns within one, and the intervals are over them."""
+_BLOCKS = 8
+"""Repetitions, each with requests of its own; the arms take turns within one, and the intervals are over them: with fewer they are wide enough
+to hide a loss of a few percent."""
 _MOST_GAMMA = 8
 """Largest gamma whose verify cost is measured at every batch size."""
 FIXED, ADAPTIVE = "fixed", "adaptive"
@@ -72,7 +75,8 @@ def _join(folder: Path, load: Load) -> None:
 
 def _measure(recipe: Recipe, run: RunFolder, score: Mapping[str, Any], work: Path) -> Load:
     chosen = _chosen(score, recipe)
-    own, found = candidate_recipes(recipe), stages(recipe, run)
+    found = stages(recipe, run)
+    own = {n: r for n, r in candidate_recipes(recipe).items() if failure(found[draft_stage(n)]) is None}
     kinds = tuple(dict.fromkeys(r["kind"] for r in chosen.values()))
     names = [r["candidate"] for r in chosen.values() if r["candidate"]] or [score.get("publish") or next(iter(own))]
     folders = {n: found[draft_stage(n)].folder for n in own if n in names or "untuned" in kinds}
@@ -82,23 +86,39 @@ def _measure(recipe: Recipe, run: RunFolder, score: Mapping[str, Any], work: Pat
         names=tuple(own),
     )
     prompts = domains(recipe, run, found, bench.target.tokenizer)[0].prompts
-    done = []
+    done: list[dict[str, Any]] = []
     for rows in recipe.evaluate.batches:
         path = work / f"rows-{rows:04d}.json"
         if not path.exists():
             write_json(path, _batch(bench, prompts, rows, chosen))
         done.append(read_json(path))
-    slower = [b["rows"] for b in done if ADAPTIVE in b["arms"] and b["arms"][ADAPTIVE]["ratio"]["high"] < 1.0]
-    lost = [b["rows"] for b in done if b["arms"][FIXED]["ratio"]["estimate"] <= 1.0]
     return {
         "temperature": recipe.respond.sampler.temperature, "new_tokens": recipe.evaluate.timed_tokens, "blocks": _BLOCKS, "batches": done,
         FIXED: {k: chosen[FIXED][k] for k in ("arm", "swept")}, ADAPTIVE: {"arm": chosen[ADAPTIVE]["arm"]} if ADAPTIVE in chosen else None,
-        "stops_paying_at": min(lost, default=None), "adaptive_never_slower": not slower if ADAPTIVE in chosen else None, "adaptive_slower_at": slower,
+        **verdict(done),
     }  # fmt: skip
 
 
+def verdict(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where speculation stops paying, and whether the adaptive gamma ever loses: by the intervals.
+
+    Returns:
+        stops_paying_at: the smallest batch from which on the fixed arm at no batch is proven to gain (None: at the largest it is);
+        adaptive_never_slower: whether no interval lies below 1 (None: it did not run), adaptive_slower_at: where one does.
+    """
+    stops = None
+    for b in sorted(batches, key=lambda b: -b["rows"]):
+        if b["arms"][FIXED]["ratio"]["low"] > 1.0 and has_interval(b["arms"][FIXED]["ratio"]):
+            break
+        stops = b["rows"]
+    ran = [b for b in batches if ADAPTIVE in b["arms"]]
+    slower = [b["rows"] for b in ran if b["arms"][ADAPTIVE]["ratio"]["high"] < 1.0]
+    return {"stops_paying_at": stops, "adaptive_never_slower": not slower if ran else None, "adaptive_slower_at": slower}
+
+
 def _chosen(score: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The row of the best arm, and of the best one with a draft whose gamma can be varied."""
+    """The row of the best arm, and of the best draft that proposes alone: of lookup behind which a draft stands, the policy would choose the draft's
+    gamma only, and lookup go on guessing where every guess loses."""
     at = score["winner"]["temperature"]
     rows = [
         {"kind": r["arm"], "candidate": None, "swept": r["gamma"], **r}
@@ -109,8 +129,8 @@ def _chosen(score: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any
     if not rows:
         raise DraftstillError("the score has plain decoding alone", key="evaluate.candidates", value=list(recipe.evaluate.candidates),
                               mend="name an arm to put under load, for example [tuned]")  # fmt: skip
-    modelled = [r for r in rows if r["kind"] in ("tuned", "composite")]
-    return {FIXED: max(rows, key=speed), **({ADAPTIVE: max(modelled, key=speed)} if modelled else {})}
+    alone = [r for r in rows if r["kind"] == "tuned"]
+    return {FIXED: max(rows, key=speed), **({ADAPTIVE: max(alone, key=speed)} if alone else {})}
 
 
 def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -118,7 +138,7 @@ def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[s
     recipe = bench.recipe
     settings, sampler = recipe.evaluate, recipe.respond.sampler
     law = Sampling(sampler.temperature, sampler.top_k, sampler.top_p)
-    costs = _costs(bench, prompts, rows, chosen)
+    costs = _costs(bench, prompts, rows, chosen, law)
     decoders = {PLAIN: bench.decoder(PLAIN, law, rows=rows)}
     fixed, varied = chosen[FIXED], chosen.get(ADAPTIVE)
     decoders[FIXED] = bench.decoder(fixed["arm"], law, rows=rows, gamma=fixed["swept"])
@@ -139,9 +159,13 @@ def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[s
         }
     size = max(2 * rows, -(-settings.load_prompts // _BLOCKS))
     blocks = [[_request(recipe, prompts, b * size + i) for i in range(size)] for b in range(_BLOCKS)]
+    # Caches grow and graphs are captured on the way: the block that reaches furthest goes through every engine before anything is timed.
+    longest = max(blocks, key=lambda block: max(len(r.prompt) for r in block))
     for decoder in decoders.values():
-        decoder.run([replace(r, max_new_tokens=min(8, settings.timed_tokens)) for r in blocks[0][:rows]])
+        decoder.run(longest)
+    watch = LoadWatch()
     found = _run(decoders, blocks, settings.timed_tokens, rows)
+    out["other_cores"] = round(watch.other_cores(), 3)
     wall = {name: [b["wall_s"] for b in mine] for name, mine in found.items()}
     tokens = {name: [b["emitted"] for b in mine] for name, mine in found.items()}
     out["arms"] = {}
@@ -158,7 +182,7 @@ def _batch(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[s
     return out
 
 
-def _costs(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[str, dict[str, Any]]) -> Costs:
+def _costs(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[str, dict[str, Any]], law: Sampling) -> Costs:
     """Steps of this many rows."""
     drafts = {n: d for n, d in bench.drafts.items() if n in {r["candidate"] for r in chosen.values()}}
     context = len(prompts[0].ids) + bench.recipe.evaluate.timed_tokens // 2
@@ -166,7 +190,7 @@ def _costs(bench: Bench, prompts: Sequence[Prompt], rows: int, chosen: Mapping[s
         _MOST_GAMMA, max([bench.recipe.evaluate.gamma, *(r["swept"] for r in chosen.values() if r["kind"] in ("tuned", "composite"))])
     )
     return measure_costs(
-        bench.target.network, drafts, context, most, rows=rows, repeats=5, backend=bench.decoder(PLAIN, Sampling(0.0)).backend
+        bench.target.network, drafts, context, most, rows=rows, repeats=5, backend=bench.decoder(PLAIN, law).backend, sampling=law
     )
 
 
@@ -185,11 +209,17 @@ def _run(decoders: Mapping[str, Decoder], blocks: Sequence[Sequence[Request]], l
             for name in names[turn:] + names[:turn]:
                 started = time.perf_counter()
                 traces = decoders[name].run(block)
-                wall_s = time.perf_counter() - started
+                # What the warm-up did not meet is captured meanwhile: a gamma that the policy had not chosen yet.
+                made_s = max(float(t.engine.get("warm_s", 0.0)) for t in traces)
+                wall_s = time.perf_counter() - started - made_s
                 check(traces)
                 m = metrics(traces)
                 found[name].append(
-                    {"wall_s": wall_s, **{k: m[k] for k in ("decode_s", "prefill_s", "emitted", "rounds", "proposed", "accepted")}}
+                    {
+                        "wall_s": wall_s,
+                        "made_s": made_s,
+                        **{k: m[k] for k in ("decode_s", "prefill_s", "emitted", "rounds", "proposed", "accepted")},
+                    }
                 )
                 done += m["emitted"]
                 progress.update(done, name)

@@ -34,14 +34,14 @@ def next_steps(score: Score) -> list[Step]:
         because = f"so many would tell, if they scatter as the {winner['prompts']:,} timed so far"
         steps.append(Step(f"time {winner['to_settle']:,} prompts", because, ("evaluate.prompts", "evaluate.timing_prompts")))
     advised = _advised(score)
-    if kind == "winner" and not any(s.what.startswith("do not") for s in advised):
+    # A draft that is not worth its memory says nothing against an arm that does without it.
+    if kind == "winner" and not (winner["arm"] == shown_candidate(score) and any(s.what.startswith("do not") for s in advised)):
         steps.append(_serve(score))
     steps += _load(score) + advised
-    if not steps:
-        steps.append(
-            Step("serve the target as it is", "plain decoding is the fastest that was measured") if kind == "none" else _serve(score)
-        )
-    return steps
+    if not steps and kind in ("none", "unclear"):
+        told = "plain decoding is the fastest that was measured" if kind == "none" else "nothing is proven to be faster"
+        steps.append(Step("serve the target as it is", told))
+    return steps or [_serve(score)]
 
 
 def _serve(score: Score) -> Step:
@@ -56,14 +56,19 @@ def _load(score: Score) -> list[Step]:
     load = score.get("load")
     if not load:
         return []
-    stops, largest = load["stops_paying_at"], max(b["rows"] for b in load["batches"])
+    stops, sizes = load["stops_paying_at"], [b["rows"] for b in load["batches"]]
     if stops is None:
-        return [Step(f"speculate up to {largest} requests at once", "it paid at every batch size that was measured")]
-    smallest = min(b["rows"] for b in load["batches"])
-    if stops == smallest:
-        return []
+        return [Step(f"speculate up to {max(sizes)} requests at once", "with so many it still gained beyond its interval")]
+    goodput = ", or let gamma follow goodput" if load.get("adaptive_never_slower") else ""
+    if stops == min(sizes):
+        return [
+            Step(
+                f"decode plainly under load{goodput}",
+                f"a fixed gamma gained nothing beyond its interval at {stops} requests at once, nor at more",
+            )
+        ]
     return [
-        Step(f"decode plainly from {stops} requests at once on, or let gamma follow goodput", "from there on the fixed gamma gains nothing")
+        Step(f"decode plainly from {stops} requests at once on{goodput}", "from there on a fixed gamma gained nothing beyond its interval")
     ]
 
 

@@ -55,11 +55,9 @@ def published_alpha(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], 
 
 
 def _prompts(recipe: Recipe, found: Mapping[str, Stage], tokenizer: Any, count: int) -> list[Any]:
-    from draftstill.distill import cut_prompts
+    from draftstill.evaluate.domains import held_out
 
-    documents = read_documents(found["corpus"].folder, "test")
-    # The score cuts as many as it scores or audits, the larger of the two; the first ones are the same whatever the number.
-    return cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed)
+    return held_out(recipe, read_documents(found["corpus"].folder, "test"), tokenizer, count)
 
 
 def served_beside_ours(recipe: Recipe, run: RunFolder, folder: Path, target: TargetFacts, gamma: int) -> dict[str, Any]:

@@ -153,6 +153,19 @@ def partial_of(score: Score) -> tuple[int, int] | None:
     return (partial["timed"], partial["of"]) if partial else None
 
 
+def held_out_figure(score: Score) -> str:
+    """What the training's curve shows of the held-out text: alpha where the target's whole law was recorded there, else what is known of it."""
+    mode = (score["corpus"].get("recording") or {}).get("heldout_mode")
+    return {"topk": "alpha, at least", "text": "mean probability of the written token"}.get(str(mode), "alpha")
+
+
+def tau(row: Row) -> float | None:
+    """Tokens per round; of whole texts of all prompts where those were counted, else of the timed ones, as ``acceptance``."""
+    counts = row.get("counts")
+    found = counts["metrics"].get("tau") if counts else row["metrics"].get("tau")
+    return None if found is None else float(found)
+
+
 def plain_speed(score: Score, row: Row) -> float | None:
     """Plain decoding's tokens per second in the minutes of this row's own timings: what its speed-up was paired with."""
     own = [p for p in row.get("per_prompt") or () if p.get("plain_seconds")]

@@ -28,11 +28,23 @@ from draftstill.evaluate.wording import (
 )
 from draftstill.runfolder import atomic_write
 
-HEAD = ["arm", "gamma", "token acceptance", "alpha", "tau", "c", "v", "predicted speed-up", "measured speed-up", "tok/s"]
+HEAD = [
+    "arm",
+    "gamma",
+    "token acceptance (timed)",
+    "alpha (all texts)",
+    "tau (timed)",
+    "c",
+    "v",
+    "predicted speed-up",
+    "measured speed-up",
+    "tok/s",
+]
 NOTES = (
     "token acceptance: accepted / proposed draft tokens. alpha: mean over positions of sum min(p, q) on target-written text. "
-    "tau: tokens per target pass, its own included. c and v: time of a draft step and of a verify pass over a plain target step, "
-    "measured apart from the arms. predicted: tau / (draft steps per round x c + v). "
+    "tau: tokens per target pass, its own included. timed: of the timed texts; all texts: of every prompt's whole text, where counted. "
+    "c and v: time of a draft step and of a verify pass over a plain target step, measured apart from the arms. "
+    "predicted: tau / (draft steps per round x c + v). "
     "measured: plain decode time over speculative decode time, same engine, prompts and token count, "
     "prefill apart; the interval is a paired bootstrap over prompts. Square brackets hold the {confidence} interval."
 )

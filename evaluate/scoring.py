@@ -11,23 +11,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from draftstill.decode import Costs, Sampling, measure_costs
+import torch
+
+from draftstill.decode import Costs
 from draftstill.evaluate import about
 from draftstill.evaluate.arms import PLAIN, Bench, open_bench
 from draftstill.evaluate.assembling import Found, gather, row
+from draftstill.evaluate.audit import VERSION as AUDIT
 from draftstill.evaluate.audit import audit
 from draftstill.evaluate.cells import Cells, Timed, plain_runs
 from draftstill.evaluate.choosing import best_arm, best_rows, comparisons, to_publish, winner
+from draftstill.evaluate.costing import step_costs
 from draftstill.evaluate.diagnosing import diagnoses
 from draftstill.evaluate.domains import Domain, domains
 from draftstill.evaluate.load import measure_load
+from draftstill.evaluate.reading import held_out_figure
 from draftstill.evaluate.report import write_reports
+from draftstill.machine import describe_machine
 from draftstill.progress import Progress, say
 from draftstill.recipe import OWN, Recipe
 from draftstill.recipe_io import fingerprint
-from draftstill.runfolder import RunFolder, Stage, hash_file, read_json, write_json
+from draftstill.runfolder import RunFolder, Stage, hash_file, read_json, versions, write_json
 from draftstill.stages import candidate_recipes, draft_stage, stages
 from draftstill.train import train_all
 
@@ -35,7 +41,6 @@ Score = dict[str, Any]
 SCHEMA = 2
 _REWRITE_S = 45.0
 """Least time between two reports of an unfinished score: assembling one takes a second or two of a core."""
-_STEPS = ("first_s", "draft_s")
 _DRAFT_RESAMPLES = 200
 """Resamples for the intervals of an unfinished score."""
 
@@ -53,15 +58,17 @@ def score(recipe: Recipe, run: RunFolder) -> Score:
     work = stage.begin()
     bench = open_bench(recipe, folders)
     fields = domains(recipe, run, found, bench.target.tokenizer)
-    cells = Cells(work, run, bench, _identity(found), _drafts(bench, folders, found))
+    cells = Cells(work, run, bench, _identity(found), _drafts(bench, folders, found), _surroundings(bench))
     arms = [(arm, gamma) for arm in bench.arms.values() if arm.name != PLAIN for gamma in arm.gammas]
     _count(cells, fields)
-    costs = _costs(cells, fields[0], arms, "before")
-    _time(cells, fields, arms, costs, found)
-    costs = costs.halfway(_costs(cells, fields[0], arms, "after"))
-    write_json(work / "costs.json", costs.to_json())
-    audited = _audit(cells, folders, fields[0])
-    result = assemble(cells, fields, arms, costs, found, recipe.evaluate.timed_prompts, audited)
+    before = step_costs(cells, fields[0], arms, "before")
+    _time(cells, fields, arms, before, found)
+    after = step_costs(cells, fields[0], arms, "after")
+    costs = {t: c.halfway(after[t]) for t, c in before.items()}
+    write_json(work / "costs.json", {f"{t:g}": c.to_json() for t, c in costs.items()})
+    result = assemble(cells, fields, arms, costs, found, recipe.evaluate.timed_prompts)
+    audited = _audit(cells, folders, fields[0], audited_arms(result))
+    result["audit"] = {**audited, **result["audit"]} if audited else None
     write_json(work / "score.json", result)
     write_reports(result, work)
     stage.finish(winner=result["winner"])
@@ -78,6 +85,16 @@ def _identity(found: Mapping[str, Stage]) -> dict[str, Any]:
     return {"target": target, **{k: inputs[k] for k in ("dtype", "device")}}
 
 
+def _surroundings(bench: Bench) -> dict[str, Any]:
+    """What times depend on beside the work: those of another machine or another torch are not taken over."""
+    machine, device, made = describe_machine(), bench.target.network.device, versions()
+    return {
+        **{k: machine[k] for k in ("cpu", "cores", "omp_wait_policy")}, "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **{k: made.get(k) for k in ("draftstill", "torch", "python")},
+    }  # fmt: skip
+
+
 def _drafts(bench: Bench, folders: Mapping[str, Path], found: Mapping[str, Stage]) -> dict[str, Any]:
     """What decides each draft's behaviour: not its name, nor what is scored beside it."""
     made: dict[str, Any] = {"bigram": None if bench.table is None else fingerprint(bench.table.tolist()), "lookup": None}
@@ -90,7 +107,9 @@ def _drafts(bench: Bench, folders: Mapping[str, Path], found: Mapping[str, Stage
         kept = [head, hash_file(folders[candidate] / "token_ranking.safetensors")] if head else None
         stage = found[draft_stage(candidate)]
         if arm.kind == "untuned":
-            made[arm.draft] = [{k: stage.inputs[k] for k in ("draft", "content")}, kept]
+            # What is kept of a calibrated one was chosen on the recording.
+            calibrated = own[candidate].draft.calibrated
+            made[arm.draft] = [{k: stage.inputs[k] for k in ("draft", "content", *(("recording",) if calibrated else ()))}, kept]
         else:
             made[arm.draft] = [stage.facts()["weights_sha256"], kept]
     return made
@@ -119,30 +138,7 @@ def _count(cells: Cells, fields: Sequence[Domain]) -> None:
                         cells.laws(field.name, prompts, t, cells.texts(field.name, prompts, t), tell)
 
 
-def _costs(cells: Cells, field: Domain, arms: Sequence[Timed], when: Literal["before", "after"]) -> Costs:
-    """Steps timed apart from the arms, before and after them. Of a score that gained a draft only that draft is timed, against a plain
-    step of its own."""
-    bench = cells.bench
-    context = len(field.prompts[0].ids) + cells.recipe.evaluate.timed_tokens // 2
-    gamma = max((bench.gamma(arm.name, g) for arm, g in arms), default=0)
-    backend = bench.decoder(PLAIN, Sampling(0.0)).backend
-    key = fingerprint(cells.identity, context, gamma, backend)
-    place = f"costs-{when}.json"
-    cell = cells.read(place, key)
-    target, made = bench.target.network, {n: fingerprint(cells.drafts[n]) for n in bench.drafts}
-    if cell is None:
-        fresh = measure_costs(target, bench.drafts, context, gamma, backend=backend).to_json()
-        cell = {"costs": fresh, **{k: {made[n]: s for n, s in fresh[k].items()} for k in _STEPS}}
-    elif missing := {n: d for n, d in bench.drafts.items() if made[n] not in cell["draft_s"]}:
-        more = measure_costs(target, missing, context, 0, backend=backend)
-        scale = cell["costs"]["verify_s"]["1"] / more.verify_s["1"]
-        for k in _STEPS:
-            cell[k] |= {made[n]: scale * s for n, s in more.to_json()[k].items()}
-    cells.write(place, key, {k: cell[k] for k in ("costs", *_STEPS)})
-    return Costs(**{**cell["costs"], **{k: {n: cell[k][m] for n, m in made.items()} for k in _STEPS}})
-
-
-def _time(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Costs, found: Mapping[str, Stage]) -> None:
+def _time(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Mapping[float, Costs], found: Mapping[str, Stage]) -> None:
     """Prompt by prompt through all temperatures and domains, so that an unfinished score has seen a little of everything."""
     settings = cells.recipe.evaluate
     plan = [(n, field, t) for n in range(settings.timed_prompts) for field in fields if n < len(field.prompts[: settings.prompts])
@@ -176,37 +172,46 @@ def _timed(cells: Cells, number: int, field: Domain, temperature: float, arms: S
 
 
 def _write_partial(
-    cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Costs, found: Mapping[str, Stage], timed: int
+    cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Mapping[float, Costs], found: Mapping[str, Stage], timed: int
 ) -> None:
     settings = cells.recipe.evaluate
     fewer = cells.recipe.model_copy(
         update={"evaluate": settings.model_copy(update={"bootstrap": min(_DRAFT_RESAMPLES, settings.bootstrap)})}
     )
     quick = replace(cells, bench=replace(cells.bench, recipe=fewer))
-    result = assemble(quick, fields, arms, costs, found, timed, None)
+    result = {**assemble(quick, fields, arms, costs, found, timed), "audit": None}
     result["partial"] = {"timed": timed, "of": cells.recipe.evaluate.timed_prompts}
     write_json(cells.work / "score.json", result)
     write_reports(result, cells.work)
 
 
-def _audit(cells: Cells, folders: Mapping[str, Path], field: Domain) -> dict[str, Any] | None:
-    prompts = field.prompts[: cells.recipe.evaluate.audit_prompts]
-    key = fingerprint(cells.identity, dict(cells.drafts), [p.ids for p in prompts], cells.recipe.evaluate.decisive())
+def audited_arms(result: Score) -> list[str]:
+    """Whose sampling is audited: the arm that won, and the draft that will be published."""
+    winner, best = result["winner"], result["best"]
+    published = [r["arm"] for r in result["arms"] if r["kind"] == "tuned" and r["candidate"] == result["publish"]]
+    return list(dict.fromkeys(arm for arm in (winner["arm"], *published[:1]) if arm)) or ([best["arm"]] if best else [])
+
+
+def _audit(cells: Cells, folders: Mapping[str, Path], field: Domain, arms: Sequence[str]) -> dict[str, Any] | None:
+    prompts, recipe = field.prompts[: cells.recipe.evaluate.audit_prompts], cells.recipe
+    key = fingerprint(cells.identity, dict(cells.drafts), [p.ids for p in prompts], recipe.evaluate.decisive(),
+                      recipe.respond.sampler, recipe.seed, AUDIT, list(arms))  # fmt: skip
     cell = cells.read("audit.json", key)
     if cell is None:
         if prompts:
             say("  audit: float32 greedy against plain decoding and transformers, self-pair, sampling against the exact law")
-        cell = {"audit": audit(cells.recipe, folders, prompts)}
+        cell = {"audit": audit(recipe, folders, prompts, arms=arms)}
         cells.write("audit.json", key, cell)
     write_json(cells.work / "audit.json", cell["audit"])
     return cell["audit"]  # type: ignore[no-any-return]
 
 
-def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Costs, stages_: Mapping[str, Stage], timed: int,
-             audited: dict[str, Any] | None) -> Score:  # fmt: skip
-    """Everything the report says, from the cells. ``timed``: so many prompts have all their timings."""
+def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], costs: Mapping[float, Costs], stages_: Mapping[str, Stage],
+             timed: int) -> Score:  # fmt: skip
+    """Everything the report says but the audit, from the cells. ``timed``: so many prompts have all their timings."""
     recipe, bench = cells.recipe, cells.bench
     settings, own = recipe.evaluate, bench.candidates
+    hashed = lambda f: fingerprint([p.ids for p in f.prompts[: settings.prompts]])  # noqa: E731
     everything = [(bench.arms[PLAIN], 0), *arms]
     found: dict[tuple[str, float], Found] = {}
     sweep: list[dict[str, Any]] = []
@@ -215,7 +220,7 @@ def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], cost
         prompts = field.prompts[: settings.prompts]
         for t in settings.temperatures:
             here = found[field.name, t] = gather(cells, field.name, prompts, t, arms, min(timed, len(prompts)))
-            rows = [row(cells, costs, here, arm, gamma) for arm, gamma in everything]
+            rows = [row(cells, costs[t], here, arm, gamma) for arm, gamma in everything]
             best[field.name, t] = best_rows(recipe, here, bench.arms, rows)
             sweep += rows
     deploy = recipe.respond.sampler.temperature
@@ -229,20 +234,24 @@ def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], cost
     gamma = settings.gamma if chosen is None else chosen["swept"]
     every = list(found.values())
     viewed = chosen or next((r for r in mine if r["arm"] != PLAIN), None)
+    corpus = about.about_corpus(recipe, stages_)
     curves = {name: stages_[draft_stage(name)].facts()["curve"] for name in own}
     return {
         "schema": SCHEMA,
         "target": about.about_target(bench),
         "draft": about.about_draft(own[shown], stages_[draft_stage(shown)]),
         "drafts": {name: about.about_draft(r, stages_[draft_stage(name)]) for name, r in own.items()},
-        "corpus": about.about_corpus(recipe, stages_),
-        "costs": costs.to_json(),
+        "corpus": corpus,
+        "costs": costs[at].to_json(),
+        "costs_by_temperature": {f"{t:g}": c.to_json() for t, c in costs.items()},
         "training": {"curve": curves[shown], "curves": curves},
-        "conditions": {**about.conditions(recipe, every, cells.warm_up_s, gamma), "past_eos": about.past_eos(bench, every)},
+        "conditions": {**about.conditions(recipe, every, cells.warm_up_s, gamma), "past_eos": about.past_eos(bench, every),
+                       "test_sha256": stages_["corpus"].facts().get("test_sha256"), "prompts_sha256": hashed(fields[0])},
         "arms": [r for t in settings.temperatures for r in best[OWN, t]],
         "sweep": [{k: v for k, v in r.items() if k != "per_prompt"} for r in sweep],
         "domains": {
-            field.name: {**field.facts, "prompts": len(field.prompts[: settings.prompts]), "timed_prompts": min(timed, len(field.prompts[: settings.prompts])),
+            field.name: {**field.facts, "prompts_sha256": hashed(field), "prompts": len(field.prompts[: settings.prompts]),
+                         "timed_prompts": min(timed, len(field.prompts[: settings.prompts])),
                          "arms": [] if field.name == OWN else [r for t in settings.temperatures for r in best[field.name, t]]}
             for field in fields
         },
@@ -250,8 +259,8 @@ def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], cost
         "winner": winner(recipe, found[OWN, at], [r for r in sweep if r["domain"] == OWN and r["temperature"] == at]),
         "best": best_arm(mine),
         "publish": published,
-        "diagnosis": diagnoses(cells, costs, [found[f.name, at] for f in fields], [r for r in sweep if r["domain"] == OWN and r["temperature"] == at],
-                               mine, curves),
-        "audit": {**audited, "greedy_timed": about.greedy_timed(recipe, [f for f in every if f.domain == OWN])} if audited else None,
+        "diagnosis": diagnoses(cells, costs[at], [found[f.name, at] for f in fields], [r for r in sweep if r["domain"] == OWN and r["temperature"] == at],
+                               mine, curves, held_out_figure({"corpus": corpus})),
+        "audit": {"greedy_timed": about.greedy_timed(recipe, [f for f in every if f.domain == OWN])},
         "examples": about.examples(bench, found[OWN, at], viewed["arm"], viewed["swept"]) if viewed else [],
     }  # fmt: skip

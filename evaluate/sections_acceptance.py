@@ -7,7 +7,7 @@ from typing import Any
 
 from draftstill.evaluate import charts
 from draftstill.evaluate.markup import figure, folded, note, pair, section, table, text
-from draftstill.evaluate.reading import Score, acceptance, arms_at, best_arm, shown_candidate, speed
+from draftstill.evaluate.reading import Score, acceptance, arms_at, best_arm, held_out_figure, shown_candidate, speed
 from draftstill.evaluate.sections_speed import series_keys
 from draftstill.evaluate.wording import ARMS, bounded, measured_or_predicted, number, share
 
@@ -113,20 +113,27 @@ def training(score: Score) -> str:
     t = score["winner"]["temperature"]
     if not curves:
         return ""
+    figure_, of_text = held_out_figure(score), held_out_figure(score).startswith("mean")
     if len(curves) > 1:
         keys = series_keys(score)
         series = [charts.Series(keys.get(n, "tuned"), n, _curve(c, "alpha_deploy") or _curve(c, "alpha")) for n, c in curves.items()]
     else:
         (curve,) = curves.values()
-        labels = {"alpha_deploy": f"alpha at temperature {t:g}", "alpha": "alpha at temperature 1", "top1": "top-1 agreement"}
+        labels = {"alpha_deploy": f"{figure_}, temperature {t:g}", "alpha": f"{figure_}, temperature 1",
+                  "top1": "the written token is the draft's first" if of_text else "top-1 agreement"}  # fmt: skip
         series = [charts.Series(key, labels[f], _curve(curve, f)) for key, f in _CURVES]
     need = (arms_at(score, t).get(shown_candidate(score) or "") or {}).get("break_even")
+    if figure_ != "alpha" or len(curves) > 1:
+        need = None  # a bound below it may belong to an alpha above, and each draft has a break-even of its own
     rule = (need, f"break-even {need:.2f}") if need is not None else None
     told = "On target-written text that was not trained on." + (
         f" Below the dashed line speculation at temperature {t:g} loses." if rule else ""
     )
-    chart = charts.lines([s for s in series if s.points], "training tokens", "alpha", rule=rule)
-    return figure("Held-out alpha while training", chart, told)
+    chart = charts.lines([s for s in series if s.points], "training tokens", figure_, rule=rule)
+    if figure_ != "alpha":
+        told += " The recording does not hold the target's whole distribution there, so alpha itself is not known."
+    title = figure_[0].upper() + figure_[1:]
+    return figure("Held-out alpha while training" if figure_ == "alpha" else f"{title}, on held-out text while training", chart, told)
 
 
 def _curve(points: Sequence[Mapping[str, Any]], figure_: str) -> list[charts.Point]:

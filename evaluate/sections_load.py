@@ -8,7 +8,7 @@ from typing import Any
 from draftstill.evaluate import charts
 from draftstill.evaluate.markup import bullets, figure, note, pair, section, table, text
 from draftstill.evaluate.reading import Score
-from draftstill.evaluate.wording import ARMS, bounded, number, times
+from draftstill.evaluate.wording import ARMS, BUSY_CORES, bounded, number, times
 
 _LINES = {"plain": "plain", "fixed": "tuned", "adaptive": "composite"}
 """Of a load measurement: colour and marker."""
@@ -37,19 +37,26 @@ def load(score: Score) -> str:
         pair(figure("Tokens per second by requests at once", chart)),
         figures,
         note(f"Closed loop: the next request enters when one ends. Temperature {found['temperature']:g}, {found['new_tokens']} tokens each, "
-             "prefill counted in; intervals are over repetitions."),
+             f"prefill counted in; intervals are over {found['blocks']} repetitions."),
     )  # fmt: skip
 
 
 def _said(found: Mapping[str, Any]) -> list[str]:
     stops, largest = found["stops_paying_at"], max(b["rows"] for b in found["batches"])
-    said = [f"Speculation at a fixed gamma stops paying at {stops} requests at once." if stops is not None
-            else f"Speculation paid at every batch that was measured, up to {largest} requests at once."]  # fmt: skip
+    said = [f"Speculation at a fixed gamma stops paying at {stops} requests at once: from there on it gained nothing beyond its interval."
+            if stops is not None else f"Speculation still paid at {largest} requests at once, the most that was measured."]  # fmt: skip
     if found.get("adaptive_never_slower") is not None:
         slower = ", ".join(map(str, found["adaptive_slower_at"]))
+        lows = [b["arms"]["adaptive"]["ratio"]["low"] for b in found["batches"] if "adaptive" in b["arms"]]
+        told = f" (lowest bound {times(min(lows))})" if lows else ""
         said.append("With gamma chosen by goodput it was " + (
-            "at no batch slower than plain decoding beyond the interval." if found["adaptive_never_slower"]
-            else f"slower than plain decoding beyond the interval at {slower} requests at once."))  # fmt: skip
+            f"at no batch slower than plain decoding beyond the interval{told}." if found["adaptive_never_slower"]
+            else f"slower than plain decoding beyond the interval at {slower} requests at once{told}."))  # fmt: skip
+    known = [(b["other_cores"], b["rows"]) for b in found["batches"] if b.get("other_cores") is not None]
+    if known:
+        most, rows = max(known)
+        said.append(f"Other processes took up to {number(most)} cores meanwhile, at {rows} requests at once"
+                    + (": these figures are not to be trusted." if most > BUSY_CORES else "."))  # fmt: skip
     return said
 
 

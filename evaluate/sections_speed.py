@@ -18,6 +18,7 @@ from draftstill.evaluate.reading import (
     shown_candidate,
     speed,
     swept,
+    tau,
     temperatures,
 )
 from draftstill.evaluate.report import NOTES, with_prefill
@@ -77,7 +78,11 @@ def tiles(score: Score) -> str:
         found.append((told, "guesses accepted" + (", before → after training" if before is not None else "")))
     ok, _ = losslessness(score)
     greedy = (score.get("audit") or {}).get("greedy_fp32") or {}
-    same = f"{greedy['identical']} of {greedy['prompts']} greedy outputs identical" if greedy.get("prompts") else "no outputs were compared"
+    same = (
+        f"{greedy['identical']} of {greedy['prompts']} greedy outputs identical in float32"
+        if greedy.get("prompts")
+        else "no outputs were compared"
+    )
     found.append(("not audited" if ok is None else "lossless" if ok else "NOT lossless", same))
     return '<div class="tiles">' + "".join(f'<div class="tile"><b>{text(a)}</b><span>{text(b)}</span></div>' for a, b in found) + "</div>"
 
@@ -88,7 +93,7 @@ def candidates(score: Score) -> str:
     pairs = folded("Every pair of candidates", bullets(comparison_lines(score)))
     compared = score["winner"].get("compared") or 0
     told = note(f"Dot: measured, with its {confidence(score)} interval. Diamond: predicted. Shaded: slower than plain decoding. Acceptance: share of "
-                "the draft's guesses that the target kept."
+                "the draft's guesses that the target kept, on whole texts of all prompts where those were counted."
                 + (f" A row's interval holds for all of its gammas, the one above for all {compared} arms and gammas at once." if compared > 1
                    else ""))  # fmt: skip
     return section(f"Candidates, temperature {t:g}", _arms(score, t), bullets(ranking_lines(score)), *others, pairs, told)
@@ -128,6 +133,7 @@ def sweep(score: Score) -> str:
     told = (
         "Dashed line at 1: plain decoding. Measured: with intervals. Predicted: from the accepted counts of the same rounds and from step times taken "
         "apart; the gap is the engine's overhead. Formula: equation 1 of Leviathan et al. from the mean alpha, as if all positions were equally easy. "
+        "Acceptance and tau: of whole texts of all prompts where those were counted. "
     )
     return section("How many guesses a round (gamma)", pair(*figures), *tables, note(told + why))
 
@@ -173,7 +179,7 @@ def _sweep_table(arms: Sequence[tuple[str, Sequence[Row]]]) -> str:
         for r in own:
             measured, formula = (r["speedup"] or {}).get("estimate"), ((r.get("counts") or {}).get("iid") or {}).get("predicted")
             told = (ARMS[arm], r["swept"], measured_or_predicted(r), times(r["predicted"]), _off(r["predicted"], measured), times(formula),
-                    _off(formula, measured), bounded(*acceptance(r), share), number(r["metrics"].get("tau")))  # fmt: skip
+                    _off(formula, measured), bounded(*acceptance(r), share), number(tau(r)))  # fmt: skip
             rows.append((r is fastest, [text(x) for x in told]))
     head = ["candidate", "gamma", "measured", "predicted", "off by", "formula", "off by", "acceptance", "tau"]
     return table(head, rows, tight=True)
@@ -225,6 +231,7 @@ def why(score: Score) -> str:
     ]
     total = "; ".join(f"{ARMS[n]} {times(x)}" for n, x in with_prefill(score, score["winner"]["temperature"]).items())
     told = (
+        "Here tau is of the timed texts, as measured and predicted are; alpha of every prompt's whole text, where counted. "
         f"{NOTES.format(confidence=confidence(score))} ceiling: the speed-up of a draft that is always right. gap: measured over predicted; what the "
         "formula does not see. needed: the break-even alpha, below which this draft loses (shaded side of the tick); none: even a perfect draft would."
     )

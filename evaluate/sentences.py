@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftstill.evaluate.reading import Score, arms_at, as_read, partial_of, swept, told_apart
+from draftstill.evaluate.reading import Score, as_read, partial_of, swept, told_apart
 from draftstill.evaluate.wording import (
     ARMS,
     IN_A_SENTENCE,
@@ -18,8 +18,8 @@ from draftstill.evaluate.wording import (
     busy,
     confidence,
     factor,
+    kept,
     leader,
-    losslessness,
     outcome,
     share,
     span,
@@ -38,15 +38,17 @@ def headline(score: Score) -> str:
     score = as_read(score)
     name = _short(score["target"]["name"])
     kind, led = outcome(score), leader(score)
-    passed = losslessness(score)[0]
     if kind == "broken":
         return f"Do not use this: what comes out is not what {name} alone would write."
-    if kind == "none" or led is None:
+    if led is None:
+        return f"Not measured: nothing was timed beside plain decoding of {name}."
+    if kind == "none":
         return f"Do not speculate: nothing that was tried makes {name} faster on this machine."
     arm, speedup = led
     if kind == "unclear":
         return f"Not proven: {name} ran at {factor(speedup['estimate'])} times its speed with {IN_A_SENTENCE[arm]}, but that may be chance."
-    same = "and what it writes is unchanged" if passed else "but whether it writes the same was not checked"
+    told = kept(score)
+    same = f"and {told.partition(', ')[0]}" if told else "but whether it writes the same was not checked"
     return f"{name} is {factor(speedup['estimate'])} times as fast with {IN_A_SENTENCE[arm]}, {same}."
 
 
@@ -79,10 +81,10 @@ def verdict(score: Score) -> str:
 
     if kind == "broken":
         sentence = f"Not lossless, so no speed-up is claimed: {'; '.join(wrongs(score))}"
-    elif kind == "none" or led is None:
-        tried = [(n, a["speedup"]) for n, a in arms_at(score, winner["temperature"]).items() if n != "plain" and a["speedup"]]
-        best = led or max(tried, key=lambda a: a[1]["estimate"], default=None)
-        told = f"; the best of them, {IN_A_SENTENCE[best[0]]}, ran at {measured(best[1])}" if best else ""
+    elif led is None:
+        sentence = f"Not measured {t}: nothing was timed beside plain decoding"
+    elif kind == "none":
+        told = f"; the best of them, {IN_A_SENTENCE[led[0]]}, ran at {measured(led[1])}"
         sentence = f"Do not speculate {t} on this machine: no candidate is measurably faster than plain decoding{told}"
     else:
         ran = f"{IN_A_SENTENCE[led[0]]} ran at {measured(led[1])}"
@@ -91,7 +93,9 @@ def verdict(score: Score) -> str:
             others = " or ".join(IN_A_SENTENCE[r["arm"]] for r in winner["rivals"]) or "the next candidate"
             sentence = f"Speculation pays {t}: {ran}; which candidate is best is open, it is not told apart from {others}"
         elif kind == "unclear":
-            sentence = f"No clear winner {t}: {ran}, which does not exclude that it gains nothing"
+            sentence = (
+                f"No clear winner {t}: {ran}, which does not exclude that it gains {'nothing' if led[1]['estimate'] > 1 else 'something'}"
+            )
         else:
             sentence, more = f"{t.capitalize()}, {IN_A_SENTENCE[led[0]]} decodes at {measured(led[1])}", ""
         sentence += f" ({more})" if more else ""
@@ -100,7 +104,8 @@ def verdict(score: Score) -> str:
     tail = [best_gamma(score)] if kind in ("winner", "pays") else []
     tail += [effect] if kind != "broken" else []
     if kind in ("winner", "pays", "unclear"):
-        tail.append("the output was not audited" if losslessness(score)[0] is None else "the audit found no change of output")
+        told = kept(score)
+        tail.append(f"by the audit {told}" if told else "the output was not audited")
     if disturbed := busy(score):
         tail.append("but " + disturbed)
     return "; ".join([sentence, *(x for x in tail if x)]) + "."
@@ -139,7 +144,7 @@ def ranking_lines(score: Score) -> list[str]:
                 + (f"; {more}" if more else "")]  # fmt: skip
     if winner["clear"]:
         return [
-            f"{name[0].upper()}{name[1:]} is the clear winner: faster than plain decoding, and than everything else that is, beyond the intervals"
+            f"{name[0].upper()}{name[1:]} is the clear winner: faster than plain decoding and than every other candidate, beyond the intervals"
         ]
     lines = []
     for r in winner["rivals"]:

@@ -14,9 +14,10 @@ from typing import Any
 
 from draftstill.corpus import prepare_corpus, read_documents
 from draftstill.decode import load_target
-from draftstill.distill import Answer, Ask, Client, Prompt, cut_prompts, seed_of
+from draftstill.distill import Answer, Ask, Client, Prompt, seed_of
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.adapters import Acceptance, Adapter, Counters, adapter_of
+from draftstill.evaluate.domains import held_out
 from draftstill.evaluate.stats import Interval, paired_ratio
 from draftstill.progress import Progress, say
 from draftstill.recipe import OWN, Recipe
@@ -113,7 +114,7 @@ def score_server(recipe: Recipe, run: RunFolder, url: str, baseline_url: str | N
                               value=baseline_url, mend="start it a second time without the draft")  # fmt: skip
     target = load_target(recipe)
     documents = read_documents(prepare_corpus(recipe, run), "test")
-    prompts = cut_prompts(documents, recipe.evaluate.prompts, recipe.respond, target.tokenizer, recipe.seed)
+    prompts = held_out(recipe, documents, target.tokenizer, recipe.evaluate.prompts)
     found = measure(recipe, prompts, served, baseline)
     found["own"] = own_figures(score, found)
     path = folder / "served.json"
@@ -236,7 +237,8 @@ def _speed(recipe: Recipe, prompts: Sequence[Prompt], served: Watched, baseline:
 
 
 def own_figures(score: Mapping[str, Any], found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The score's row of the published draft at the server's gamma, by temperature; none where that gamma was not scored."""
+    """The score's row of the published draft at the server's gamma, by temperature; none where that gamma was not scored, or the server does not
+    tell it: figures of another gamma are no comparison."""
     published = score.get("publish") or "tuned"
     rows = []
     for t in found["temperatures"]:
@@ -244,10 +246,10 @@ def own_figures(score: Mapping[str, Any], found: Mapping[str, Any]) -> list[dict
         able = [r for r in score.get("sweep", score["arms"]) if r["arm"] == published and r["temperature"] == t["temperature"]
                 and r.get("domain", OWN) == OWN]  # fmt: skip
         # Near the end of a text fewer are drafted, so a server's mean lies a little below its setting.
-        near = [r for r in able if gamma is None or abs(r["gamma"] - gamma) <= 0.5]
+        near = [r for r in able if gamma is not None and abs(r["gamma"] - gamma) <= 0.5]
         if not near:
             continue
-        r = near[0] if gamma is None else min(near, key=lambda r: abs(r["gamma"] - gamma))
+        r = min(near, key=lambda r: abs(r["gamma"] - gamma))
         counts = r.get("counts") or {}
         rows.append({"temperature": t["temperature"], "arm": r["arm"], "gamma": r["gamma"], "acceptance": counts.get("acceptance") or r["acceptance"],
                      "tau": counts.get("tau"), "speedup": r["speedup"]})  # fmt: skip
@@ -264,13 +266,14 @@ def served_table(found: Mapping[str, Any]) -> str:
         lines.append("  this adapter was tested on documented output, not yet on a real server")
     if not found["watched"]:
         lines.append("  the server shows no metrics page, so requests of others would not have been seen")
-    lines.append(f"  {'T':<4} {'':<10} {'acceptance':>10} {'tau':>6}  {'speed-up':<22}")
+    lines.append(f"  {'T':<4} {'':<10} {'gamma':>6} {'acceptance':>10} {'tau':>6}  {'speed-up':<22}")
     for t in found["temperatures"]:
         a = t["acceptance"]
-        lines.append(f"  {t['temperature']:<4g} {'server':<10} {a['acceptance']:>10.1%} {_number(a['tau']):>6}  {_times(t.get('speedup'))}")
+        lines.append(f"  {t['temperature']:<4g} {'server':<10} {_number(a['gamma']):>6} {a['acceptance']:>10.1%} {_number(a['tau']):>6}  "
+                     f"{_times(t.get('speedup'))}")  # fmt: skip
         mine = own.get(t["temperature"])
-        told = "not scored at this gamma" if mine is None else ""
-        lines.append(f"  {'':<4} {'our own':<10} " + (told if mine is None else f"{_share(mine['acceptance']):>10} "
+        told = "not comparable: the server does not say its gamma" if a["gamma"] is None else "not scored at this gamma"
+        lines.append(f"  {'':<4} {'our own':<10} " + (told if mine is None else f"{mine['gamma']:>6} {_share(mine['acceptance']):>10} "
                      f"{_number((mine['tau'] or {}).get('estimate')):>6}  {_times(mine['speedup'])}"))  # fmt: skip
     a = found["temperatures"][0]["acceptance"]
     lines.append(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class Interval:
     high: float
     method: str
     """``bootstrap-t``; ``t: ...`` where the data are too few for it; ``none: ...`` where they allow no interval (low = high = estimate)."""
+    prompts: int | None = None
+    """That it was made from; what its width is to be judged by."""
 
     def excludes(self, value: float) -> bool:
         """Whether the interval speaks against ``value``. Never, where there is no interval."""
@@ -54,8 +56,6 @@ class Best:
     """The fastest of several arms, with intervals that hold for all of them at once."""
 
     arm: str
-    clear: bool
-    """It is faster than every other arm beyond their simultaneous intervals."""
     speedups: dict[str, Interval]
     """Of every arm against the baseline, simultaneous: the best one's may be quoted although it was picked for being the best."""
     rivals: dict[str, Interval]
@@ -96,7 +96,7 @@ def pooled_ratio(parts: Sequence[float], wholes: Sequence[float], *, confidence:
         return None
     found = _interval(_plain_ratio, columns, confidence, resamples, seed)
     most = 1.0 if (columns[0] <= columns[1]).all() else math.inf
-    return Interval(found.estimate, max(found.low, 0.0), min(found.high, most), found.method)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, most))
 
 
 def prompts_to_settle(ratio: Interval, prompts: int, confidence: float) -> int | None:
@@ -163,9 +163,8 @@ def best_of(baseline: Timed, arms: Mapping[str, Timed], *, confidence: float = 0
             ratios[names[other - 1]] = rivals[other, best]
         elif other > best:
             found = rivals[best, other]
-            ratios[names[other - 1]] = Interval(1 / found.estimate, 1 / found.high, 1 / found.low, found.method)
-    clear = all(r.excludes(1.0) for r in ratios.values())
-    return Best(names[best - 1], clear, {name: over_baseline[0, i] for i, name in enumerate(names, 1)}, ratios)
+            ratios[names[other - 1]] = replace(found, estimate=1 / found.estimate, low=1 / found.high, high=1 / found.low)
+    return Best(names[best - 1], {name: over_baseline[0, i] for i, name in enumerate(names, 1)}, ratios)
 
 
 def _columns(*values: Sequence[float]) -> Floats:
@@ -214,19 +213,19 @@ def _interval(statistic: Any, columns: Floats, confidence: float, resamples: int
     if n == 1:
         # Two equal prompts have the ratio of one.
         value = float(statistic(np.repeat(columns, 2, 1))[0])
-        return Interval(value, value, value, "none: one prompt")
+        return Interval(value, value, value, "none: one prompt", n)
     value, error = (float(x) for x in statistic(columns))
     if not error > 1e-12:
-        return Interval(value, value, value, "none: all prompts have the same ratio")
+        return Interval(value, value, value, "none: all prompts have the same ratio", n)
     wide = _t(confidence, n)
     if n < _FEWEST:
-        return Interval(value, value - wide * error, value + wide * error, f"t: {n} prompts")
+        return Interval(value, value - wide * error, value + wide * error, f"t: {n} prompts", n)
     again, scatter = statistic(columns[:, _resamples(n, resamples, seed)])
     deviation = np.sort(_studentised(again, scatter, value))
     below, above = (_quantile(deviation, (1 + sign * confidence) / 2) for sign in (-1, 1))
     if not math.isfinite(below + above):
-        return Interval(value, value - wide * error, value + wide * error, "t: most prompts have the same ratio")
-    return Interval(value, value - above * error, value - below * error, "bootstrap-t")
+        return Interval(value, value - wide * error, value + wide * error, "t: most prompts have the same ratio", n)
+    return Interval(value, value - above * error, value - below * error, "bootstrap-t", n)
 
 
 def _studentised(value: Floats, error: Floats, truth: float | Floats) -> Floats:
@@ -242,7 +241,7 @@ def _quantile(values: Floats, share: float) -> float:
 
 
 def _exp(found: Interval) -> Interval:
-    return Interval(math.exp(found.estimate), math.exp(found.low), math.exp(found.high), found.method)
+    return replace(found, estimate=math.exp(found.estimate), low=math.exp(found.low), high=math.exp(found.high))
 
 
 def _speeds(columns: Floats) -> tuple[Floats, Floats]:
@@ -263,6 +262,6 @@ def _around(value: Floats, error: Floats, critical: float, method: str, n: int) 
     """A symmetric interval on the log scale."""
     estimate = math.exp(float(value[0]))
     if n == 1 or not error[0] > 1e-9:
-        return Interval(estimate, estimate, estimate, "none: one prompt" if n == 1 else "none: all prompts have the same ratio")
+        return Interval(estimate, estimate, estimate, "none: one prompt" if n == 1 else "none: all prompts have the same ratio", n)
     wide = math.exp(min(critical * float(error[0]), 50.0))  # two prompts and many arms overflow; so wide says nothing either way
-    return Interval(estimate, estimate / wide, estimate * wide, method)
+    return Interval(estimate, estimate / wide, estimate * wide, method, n)

@@ -105,7 +105,9 @@ def losslessness(score: Score) -> tuple[bool | None, str]:
                      f"{tie['failed']} elsewhere")  # fmt: skip
     if pair.get("token_acceptance") is not None:
         parts.append(f"a draft equal to its target had {share(pair['token_acceptance'])} of its tokens accepted")
-    if sampling.get("p_value") is not None:
+    if sampling and sampling.get("p_value") is None:
+        parts.append("sampling was not tested: no token came often enough to be compared")
+    elif sampling:
         parts.append(f"{sampling['draws']:,} sampled draws fit exact enumeration with p = {sampling['p_value']:.3g} (chi-squared)")
     if kept:
         parts.append(f"{kept['traces'] - kept['broken']} of {kept['traces']} traces agree with themselves")
@@ -119,6 +121,22 @@ def losslessness(score: Score) -> tuple[bool | None, str]:
         # A self-pair alone says that the counters are right, not that the output is.
         return (None if not wrong else False), "; ".join(["the output was not compared with plain decoding", *parts])
     return not wrong, "; ".join([*wrong, *parts])
+
+
+def kept(score: Score) -> str:
+    """What a passed audit says of the output, in half a sentence; empty where none passed. In a dtype with near-ties a greedy text may part from
+    plain decoding's, and a sampled one is another draw: what is kept is the distribution."""
+    if losslessness(score)[0] is not True:
+        return ""
+    audit = score.get("audit") or {}
+    greedy, sampling, tie = (audit.get(k) or {} for k in ("greedy_fp32", "sampling", "ties"))
+    said = ["the target's distribution is kept"] if sampling.get("p_value") is not None else []
+    if tie:
+        rest = ", the rest part at ties" if tie["identical"] < tie["texts"] else ""
+        said.append(f"{tie['identical']} of {tie['texts']} greedy texts are identical in {tie['dtype']}{rest}")
+    elif greedy.get("prompts"):
+        said.append(f"{greedy['identical']} of {greedy['prompts']} greedy texts are identical")
+    return ", ".join(said)
 
 
 def busy(score: Score) -> str | None:
@@ -144,18 +162,24 @@ def before_and_after(score: Score) -> tuple[float | None, float | None]:
 
 
 def outcome(score: Score) -> str:
-    """One word: ``winner``; ``pays`` (faster, but two candidates are not told apart); ``unclear`` (perhaps faster); ``none`` (do not
-    speculate); or ``broken`` (the output is not the target's)."""
+    """One word: ``winner``; ``pays`` (faster, but two candidates are not told apart); ``unclear`` (perhaps faster, or nothing
+    was timed); ``none`` (the fastest gains nothing, its interval included); or ``broken`` (the output is not the target's)."""
     score = as_read(score)
     winner = score["winner"]
     speedup = winner.get("speedup") or (winner.get("fastest") or {}).get("speedup")
     if losslessness(score)[0] is False:
         return "broken"
-    if speedup is None or speedup["estimate"] <= 1.0:
+    if speedup is not None and gains_nothing(speedup):
         return "none"
-    if winner["arm"] is None or not (has_interval(speedup) and speedup["low"] > 1.0):
+    if speedup is None or winner["arm"] is None or not (has_interval(speedup) and speedup["low"] > 1.0):
         return "unclear"
     return "winner" if winner["clear"] else "pays"
+
+
+def gains_nothing(speedup: Mapping[str, Any]) -> bool:
+    """Whether a speed-up is known to be 1 at most. One prompt says nothing either way."""
+    known = has_interval(speedup) or speedup["method"] == "none: all prompts have the same ratio"
+    return bool(known and speedup["high"] <= 1.0)
 
 
 def leader(score: Score) -> tuple[str, dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from draftstill.distill import Prompt
 from draftstill.evaluate import audit as audits
 from draftstill.evaluate.arms import Bench, open_bench
 from draftstill.evaluate.audit import audit, chi_squared, failures, greedy, identities, sampling, self_pair, step_at, ties
+from draftstill.evaluate.auditing import audit_table
 from draftstill.runfolder import read_json
 from tests.pipeline import REAL, borrowed, command, finished, opened
 
@@ -37,11 +39,11 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{n}", [int(t) for t in rng.integers(6, REAL, 8)], 8) for n in range(2)]
 
 
-def checks(bench: Bench, prompts: list[Prompt]) -> list[str]:
+def checks(bench: Bench, prompts: list[Prompt], draws: int = DRAWS) -> list[str]:
     """Failures of the checks that look at the decoder."""
     watch: list[Trace] = []
     found = {"greedy_fp32": greedy(bench, prompts, watch), "self_pair": self_pair(bench, prompts, watch),
-             "sampling": sampling(bench, prompts[0], DRAWS, arm="tuned", watch=watch)}  # fmt: skip
+             "sampling": sampling(bench, prompts[0], draws, arm="tuned", watch=watch)}  # fmt: skip
     return failures({**found, "identities": identities(watch)})
 
 
@@ -147,7 +149,8 @@ def test_a_planted_fault_fails_the_audit(fault: Callable[[pytest.MonkeyPatch], N
                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     with monkeypatch.context() as patch:
         fault(patch)
-        wrong = checks(bench, prompts)
+        # Three tokens give little room for a rollback that is left out: only rejections shift anything.
+        wrong = checks(bench, prompts, 3 * DRAWS if fault is no_rollback else DRAWS)
     assert all(any(part in w for w in wrong) for part in said), wrong
 
 
@@ -202,6 +205,38 @@ def test_a_run_in_bfloat16_is_audited_for_ties(tmp_path: Path, prompts: list[Pro
 
 
 # --- chi-squared ----------------------------------------------------------------------------------------------------------------
+
+
+def test_where_nothing_can_be_compared_nothing_was_tested(bench: Bench, prompts: list[Prompt]) -> None:
+    """A handful of draws of a flat law: no token comes often enough. That is no p-value of 1."""
+    flat = replace(bench, recipe=bench.recipe.model_copy(update={"respond": bench.recipe.respond.model_copy(
+        update={"sampler": bench.recipe.respond.sampler.model_copy(update={"temperature": 50.0})})}))  # fmt: skip
+    found = sampling(flat, prompts[0], 12, arm="tuned")
+    assert found["p_value"] is None and all(p["p_value"] is None and p["cells"] == 0 for p in found["places"])
+    assert failures({"greedy_fp32": {"prompts": 1, "identical": 1}, "sampling": found}) == [], "not passed, but not failed either"
+    assert "not tested" in audit_table({"greedy_fp32": {"identical": 1, "prompts": 1, "arm_names": ["tuned"]}, "sampling": found,
+                                        "self_pair": {"token_acceptance": 1.0}, "identities": {"traces": 1, "broken": 0}}, [])  # fmt: skip
+
+
+def test_an_impossible_token_fails_even_where_nothing_else_can_be_compared(
+    bench: Bench, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audits, "_cells", lambda counts, law: (math.inf, 1))
+    assert sampling(bench, prompts[0], 40, arm="tuned")["p_value"] == 0.0
+
+
+def test_of_several_arms_an_untested_one_hides_no_failure() -> None:
+    of = lambda arm, p: {"arm": arm, "p_value": p}  # noqa: E731
+    assert audits._worst([of("a", None), of("b", 1e-5)])["p_value"] == 1e-5  # type: ignore[index]
+    both = audits._worst([of("a", 0.2), of("b", 1e-5), of("c", None)])
+    assert both is not None and both["p_value"] == 2e-5 and both["arm"] == "b" and both["by_arm"] == {"a": 0.2, "b": 1e-5, "c": None}
+    assert audits._worst([of("a", None)])["p_value"] is None  # type: ignore[index]
+
+
+def test_a_scores_audit_samples_with_the_arms_it_is_told(bench: Bench, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "sampling", lambda bench, prompt, draws, *, arm, watch: {"arm": arm, "p_value": 0.5, "draws": draws})
+    told = lambda *arms: audit(bench.recipe, finished() / "run" / "draft", prompts[:1], arms=arms)["sampling"]["by_arm"]  # noqa: E731
+    assert set(told("lookup", "composite")) == {"lookup", "composite"} and set(told()) == {"tuned"}
 
 
 def test_chi_squared_is_uniform_under_the_law_and_sees_another() -> None:

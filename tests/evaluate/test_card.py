@@ -61,6 +61,38 @@ def test_figures_of_timed_texts_name_the_timed_texts() -> None:
     assert told and all((a["prompts"], a["max_new_tokens"]) == (16, 64) for a in told)
 
 
+def test_the_body_says_which_texts_its_figures_are_of() -> None:
+    """As many numbers of prompts as there are, each with what it is a number of; the tables' heads say which columns are of which."""
+    conditions = {**SAMPLE["conditions"], "prompts": 40, "timed_prompts": 16, "max_new_tokens": 128, "timing_tokens": 64}
+    counts = {"acceptance": None, "tau": None, "predicted": None, "iid": None, "metrics": {}}
+    arms = [{**a, "counts": None if a["arm"] == "plain" else counts} for a in SAMPLE["arms"]]
+    text = card({**SAMPLE, "conditions": conditions, "arms": arms}, recipe_for())
+    (line,) = [line for line in text.splitlines() if line.startswith("- prompts from")]
+    assert "40 held-out; acceptance counted on whole texts of up to 128 tokens; 16 timed, 64 new tokens each" in line
+    assert not re.search(r"40 [^;]*64|40 held-out prompts[^;]*128 new tokens each", text)
+    assert "| token acceptance (timed) | alpha (all texts) | tau (timed) |" in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [("text", "loss lk on the text that the target wrote, its probabilities unknown"), ("topk", "loss lk on the target's distributions"),
+     ("hidden", "loss lk on the target's distributions"), (None, "loss lk on the target's distributions")],
+)  # fmt: skip
+def test_what_was_learnt_from_is_said(mode: str | None, says: str) -> None:
+    score = copy.deepcopy(SAMPLE)
+    score["draft"]["loss"] = "lk"
+    if mode is not None:
+        score["corpus"]["recording"] = {"mode": mode, "heldout_mode": mode}
+    assert says in card(score, recipe_for())
+
+
+def test_other_gammas_are_predicted_at_the_costs_of_their_temperature() -> None:
+    dear = {"verify_s": {"1": 1.0, "2": 1.5, "3": 2.0, "4": 2.5}}
+    score = {**copy.deepcopy(SAMPLE), "costs_by_temperature": {"0": dear, "0.7": {"verify_s": {"1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0}}}}
+    v = {(r["temperature"], r["gamma"]): r["v"] for r in gamma_table(score)}
+    assert v[0.0, 2] == 2.0 and v[0.7, 2] == 1.0
+
+
 def test_target_language_and_serving_facts_stand_in_the_head() -> None:
     head = front_matter(card(SAMPLE, recipe_for(), export=EXPORT))
     assert "target:HuggingFaceTB--SmolLM2-135M-Instruct" in head["tags"] and head["language"] == ["en"]

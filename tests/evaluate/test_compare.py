@@ -14,7 +14,7 @@ import pytest
 
 from draftstill import cli, running
 from draftstill.errors import DraftstillError
-from draftstill.evaluate.comparing import _change, compare
+from draftstill.evaluate.comparing import _change, _wider, compare
 from draftstill.evaluate.comparison_report import as_lines, as_markdown, compare_scores, old_score
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder
@@ -241,3 +241,54 @@ def test_the_terminal_names_what_changed(new: dict[str, Any], tmp_path: Path, ca
     assert compare_scores(new, OLD, tmp_path)
     out = capsys.readouterr().out
     assert "worse" in out and "speed-up of draft after training at gamma" in out
+
+
+@pytest.mark.parametrize("key", ["prompts_sha256", "test_sha256"])
+def test_other_prompts_or_test_documents_bar_everything(new: dict[str, Any], key: str) -> None:
+    old = copy.deepcopy(OLD)
+    old["conditions"][key] = new["conditions"][key] = "a"
+    assert compare(new, old).changes and not compare(new, old).barred
+    new["conditions"][key] = "b"
+    found = compare(new, old)
+    assert found.changes == () and found.barred and "nothing is compared" in as_lines(found)
+    del new["conditions"][key]
+    assert compare(new, old).changes, "an older score does not know it"
+
+
+def test_other_prompts_of_a_further_domain_bar_everything(new: dict[str, Any]) -> None:
+    old = copy.deepcopy(OLD)
+    other = next(name for name in old["domains"] if name != "own")
+    old["domains"][other]["prompts_sha256"], new["domains"][other]["prompts_sha256"] = "a", "b"
+    assert compare(new, old).changes == () and compare(new, old).barred == [f"prompts of {other}"]
+    del new["domains"][other]
+    assert compare(new, old).changes, "what is not scored any more is missing, no difference"
+
+
+def test_few_prompts_widen_by_t() -> None:
+    """Two scores of the same truth, 5 prompts each, 20 figures: by normal quantiles more than the nominal share would alarm."""
+    from scipy import stats
+
+    rng, alarms, half, figures = random.Random(3), 0, float(stats.t.ppf(0.975, 4)), 20
+    key = ("acceptance", "own", 0.7, "tuned", 2)
+
+    def drawn(named: bool) -> dict[str, Any]:
+        values = [rng.gauss(0.5, 0.02) for _ in range(5)]
+        mean = sum(values) / 5
+        error = (sum((v - mean) ** 2 for v in values) / 20) ** 0.5
+        method = {"method": "bootstrap-t", "prompts": 5} if named else {"method": "t: 5 prompts"}
+        return {"estimate": mean, "low": mean - half * error, "high": mean + half * error, **method}
+
+    for n in range(400):
+        alarms += any(
+            _change(key, drawn(n % 2 == 0), drawn(n % 2 == 1), 0.95, figures).reading != "no clear difference" for _ in range(figures)
+        )
+    assert alarms <= 0.05 * 400
+
+
+def test_the_widening_is_the_ratio_of_t_quantiles() -> None:
+    from scipy import stats
+
+    wide = lambda interval: _wider({"method": "bootstrap-t", **interval}, 0.95, 20)  # noqa: E731
+    assert wide({"prompts": 5}) == pytest.approx(stats.t.ppf(1 - 0.05 / 40, 4) / stats.t.ppf(0.975, 4))
+    assert wide({"method": "t: 5 prompts"}) == wide({"prompts": 5}) > wide({"prompts": 40}) > wide({})
+    assert wide({}) == pytest.approx(stats.norm.ppf(1 - 0.05 / 40) / stats.norm.ppf(0.975)) == wide({"prompts": None})

@@ -135,15 +135,29 @@ def test_a_planted_loss_is_found_in_its_kind_domain_place_and_entropy() -> None:
     alpha = [0.1 if p == " 12345" else 0.95 for p in pieces]
     entropy = [4.0 if p == " 12345" else 0.5 for p in pieces]
     late = [a if i < 64 else 0.2 for i, a in enumerate(alpha)]
-    texts = [made(pieces, alpha, entropy=entropy, seed=s) for s in range(8)]
-    texts += [made(pieces, late, entropy=entropy, seed=s, domain="biology", name="b") for s in range(8)]
-    found = diagnose(texts, GAMMA)
+    texts = [made(pieces, late if s % 2 else alpha, entropy=entropy, seed=s) for s in range(16)]
+    poor = [made(pieces, [0.3 * a for a in alpha], entropy=entropy, seed=s, domain="biology", name="b") for s in range(8)]
+    found = diagnose(texts, GAMMA, others=poor)
     kinds, places, fields = (by_name(found[k]) for k in ("token_kind", "output", "domain"))
     assert kinds["number"]["right"] < 0.25 < kinds["word"]["right"] and kinds["number"]["alpha"] < 0.2
     assert fields["biology"]["alpha"] < fields["own"]["alpha"] - 0.15
     assert places["64-127"]["right"] < places["0-15"]["right"] - 0.1
     assert found["entropy_fifth"][-1]["to"] == 4.0 and found["entropy_fifth"][-1]["alpha"] < found["entropy_fifth"][0]["alpha"]
     assert found["sure"]["tokens"] == sum(e < 1.0 for t in texts for e in t.entropy) and 0.2 < found["sure"]["lost"] < 0.8
+
+
+def test_further_domains_stand_in_their_table_only() -> None:
+    own = [made([" x"] * 40, [0.9] * 40, seed=s, name=f"o{s}") for s in range(4)]
+    other = [made([" 7"] * 80, [0.1] * 80, seed=s, name=f"b{s}", domain="biology") for s in range(4)]
+    conditions = Conditions(dict.fromkeys(FLAT, 0.05), FLAT, {1: 1.5, 3: 2.0})
+    alone, both = diagnose(own, GAMMA, conditions), diagnose(own, GAMMA, conditions, other)
+    differing = {k for k in both if both[k] != alone[k]}
+    assert differing <= {"domain", "advice"} and {d["name"]: d["tokens"] for d in both["domain"]} == {"own": 160, "biology": 320}
+    assert sum(d["lost"] for d in both["domain"]) == pytest.approx(1.0)
+    figures = lambda found: {a["what"]: (a["worth"], a["figures"].get("alpha")) for a in found["advice"]}  # noqa: E731
+    assert figures(both) == figures(alone), "what to do follows from the own text"
+    (more,) = [a for a in both["advice"] if a["what"] == "more data"]
+    assert more["figures"]["domains_behind"] == ["biology"]
 
 
 def test_the_worst_passages_come_first_and_do_not_overlap() -> None:
@@ -224,6 +238,31 @@ def test_the_gamma_in_use_is_not_advised_against_when_it_is_the_best() -> None:
     best = {1: 1.2, 2: 1.4, GAMMA: 1.5, 4: 1.51}
     assert "another gamma" not in advised(found_at(0.7), Conditions(dict.fromkeys(FLAT, 0.1), FLAT, best)), "1 % is noise"
     assert "another gamma" in advised(found_at(0.7), Conditions(dict.fromkeys(FLAT, 0.1), FLAT, {**best, 2: 1.56}))
+
+
+def gamma_advice(best: dict[int, float], in_use: int | None, diagnosed: int) -> dict[str, Any]:
+    conditions = Conditions(dict.fromkeys(FLAT, 0.1), FLAT, best, in_use=in_use)
+    (entry,) = [a for a in advise({**found_at(0.7), "gamma": diagnosed}, conditions) if a["what"] == "another gamma"]
+    return entry
+
+
+def test_another_gamma_is_measured_against_the_recipes() -> None:
+    """The diagnosis is made at the fastest gamma, so that one can never be improved upon."""
+    best = {1: 1.2, 2: 1.5, 4: 1.3}
+    told = gamma_advice(best, in_use=4, diagnosed=2)
+    assert told["advised"] and told["worth"] == pytest.approx(1.5 / 1.3) and "the recipe's 4 1.30x" in told["because"]
+    assert not gamma_advice(best, in_use=2, diagnosed=2)["advised"]
+    untried = gamma_advice(best, in_use=3, diagnosed=2)
+    assert untried["advised"] and untried["worth"] is None and "the recipe's 3 was not tried" in untried["because"]
+    assert not gamma_advice({1: 0.8, 2: 0.9}, in_use=2, diagnosed=1)["advised"], "no gamma pays"
+
+
+def test_the_largest_gamma_tried_may_not_be_the_best_there_is() -> None:
+    told = gamma_advice({1: 1.2, 2: 1.4, 4: 1.6}, in_use=4, diagnosed=4)
+    assert told["advised"] and "4 is the largest that was tried" in told["because"]
+    assert not gamma_advice({1: 1.2, 2: 1.59, 4: 1.6}, in_use=4, diagnosed=4)["advised"], "the last step up gained nothing"
+    assert not gamma_advice({4: 1.6}, in_use=4, diagnosed=4)["advised"], "one gamma is no sweep"
+    assert not gamma_advice({1: 0.7, 2: 0.9}, in_use=2, diagnosed=2)["advised"]
 
 
 def test_more_data_needs_a_sign_that_it_helps() -> None:

@@ -14,6 +14,7 @@ from draftstill.evaluate.html import MOST_BYTES, page
 from draftstill.evaluate.next_steps import next_steps
 from draftstill.evaluate.reading import as_read, ranked, speed
 from draftstill.evaluate.report import to_markdown, to_terminal
+from draftstill.evaluate.sections_acceptance import training
 from draftstill.evaluate.sentences import headline, ranking_lines, verdict
 from draftstill.evaluate.tracking import summary_of
 from draftstill.evaluate.wording import outcome, times
@@ -120,8 +121,31 @@ def test_a_fastest_arm_within_its_interval_is_unclear_and_one_below_is_no_specul
     assert outcome(score) == "unclear" and "prompt lookup ran at 1.20x" in verdict(score) and "77 timed prompts" in verdict(score)
     assert "may be chance" in headline(score) and ">No clear winner<" in page(score)
     fast.update(estimate=0.97, low=0.9, high=1.05)
+    assert (
+        outcome(score) == "unclear"
+        and headline(score).startswith("Not proven")
+        and "does not exclude that it gains something" in verdict(score)
+    )
+    assert ">Do not speculate<" not in page(score) and "Do not speculate" not in verdict(score), "its interval reaches above 1"
+    fast.update(estimate=0.97, low=0.9, high=0.99)
     assert outcome(score) == "none" and headline(score).startswith("Do not speculate") and "prompt lookup, ran at 0.97x" in verdict(score)
     assert next_steps(score)
+    fast.update(estimate=0.97, low=0.97, high=0.97, method="none: one prompt")
+    assert outcome(score) == "unclear", "one prompt says nothing either way"
+    fast.update(method="none: all prompts have the same ratio")
+    assert outcome(score) == "none"
+    score["winner"]["fastest"] = None
+    assert outcome(score) == "unclear" and "Not measured" in headline(score) and verdict(score).startswith("Not measured")
+    assert "Do not speculate" not in body_of(page(score)) and next_steps(score)
+
+
+def test_a_slower_fastest_arm_is_not_served(score: dict[str, Any]) -> None:
+    slow = {"estimate": 0.97, "low": 0.9, "high": 1.05, "method": "bootstrap-t: simultaneous"}
+    score["winner"].update(arm=None, gamma=None, candidate=None, speedup=None, clear=True, rivals=[], to_settle=None,
+                           fastest={"arm": "lookup", "gamma": 6, "speedup": slow})  # fmt: skip
+    score.update(diagnosis={}, load=None)
+    score["conditions"]["other_cores"] = 0.0
+    assert [s.what for s in next_steps(score)] == ["serve the target as it is"]
 
 
 def test_endless_intervals_are_not_printed(score: dict[str, Any]) -> None:
@@ -168,7 +192,7 @@ def test_advice_reaches_all_three(score: dict[str, Any]) -> None:
     assert next_steps(score), "there is always something to do"
 
 
-@pytest.mark.parametrize(("stops", "says"), [(None, "paid at every batch"), (16, "stops paying at 16 requests")])
+@pytest.mark.parametrize(("stops", "says"), [(None, "still paid at 16 requests at once"), (16, "stops paying at 16 requests")])
 def test_load_says_where_speculation_stops_paying(score: dict[str, Any], stops: int | None, says: str) -> None:
     score["load"].update(stops_paying_at=stops, adaptive_never_slower=False, adaptive_slower_at=[4])
     html = page(score)
@@ -176,6 +200,131 @@ def test_load_says_where_speculation_stops_paying(score: dict[str, Any], stops: 
     for b in score["load"]["batches"]:
         for name in ("plain", "fixed", "adaptive"):
             assert f"{b['arms'][name]['tokens_per_s']:.1f}" in html
+
+
+def batch(rows: int, fixed: tuple[float, float]) -> dict[str, Any]:
+    low, high = fixed
+    arm = {
+        "tokens_per_s": 10.0,
+        "mean_gamma": 1.0,
+        "ratio": {"estimate": (low + high) / 2, "low": low, "high": high, "method": "bootstrap-t"},
+    }
+    return {"rows": rows, "other_cores": 0.01, "arms": {"plain": arm, "fixed": arm, "adaptive": arm}}
+
+
+@pytest.mark.parametrize(
+    ("stops", "never", "step"),
+    [
+        (None, True, "speculate up to 16 requests at once"),
+        (4, True, "decode plainly from 4 requests at once on, or let gamma follow goodput"),
+        (4, False, "decode plainly from 4 requests at once on"),
+        (4, None, "decode plainly from 4 requests at once on"),
+        (1, True, "decode plainly under load, or let gamma follow goodput"),
+        (1, None, "decode plainly under load"),
+    ],
+)
+def test_what_load_advises(score: dict[str, Any], stops: int | None, never: bool | None, step: str) -> None:
+    score["load"].update(stops_paying_at=stops, adaptive_never_slower=never, adaptive_slower_at=[] if never else [4],
+                         batches=[batch(n, (0.9, 1.2)) for n in (1, 4, 16)])  # fmt: skip
+    assert step in [s.what for s in next_steps(score)]
+    assert page(score)
+
+
+def test_load_says_its_lowest_bound_and_its_neighbours(score: dict[str, Any]) -> None:
+    score["load"].update(stops_paying_at=4, adaptive_never_slower=True, adaptive_slower_at=[], blocks=8,
+                         batches=[batch(1, (0.91, 1.2)), batch(4, (0.97, 1.2))])  # fmt: skip
+    html = body_of(page(score))
+    assert "at no batch slower than plain decoding beyond the interval (lowest bound 0.91x)" in html and "over 8 repetitions" in html
+    assert "up to 0.01 cores" in html and "not to be trusted" not in html
+    score["load"]["batches"][1]["other_cores"] = 0.7
+    assert "up to 0.70 cores meanwhile, at 4 requests at once: these figures are not to be trusted" in body_of(page(score))
+
+
+def test_a_winner_without_a_draft_is_served_whatever_the_draft_is_worth(score: dict[str, Any]) -> None:
+    """Lookup won clearly; the diagnosis says that the tuned draft alone is not worth its memory."""
+    score["conditions"]["other_cores"] = 0.0
+    for a in score["diagnosis"]["tuned"]["advice"]:
+        a["advised"] = a["what"] == "do not speculate"
+    score["winner"].update(arm="lookup", gamma=6, candidate=None, speedup=WINNER, clear=True, rivals=[])
+    told = [s.what for s in next_steps(score)]
+    assert any(w.startswith("serve with prompt lookup") for w in told) and any(
+        w.startswith("do not speculate with this draft alone") for w in told
+    )
+    score["winner"].update(arm="tuned", gamma=2, candidate="tuned")
+    assert not any(s.what.startswith("serve") for s in next_steps(score)), "of the draft itself the two would contradict each other"
+
+
+TIED = {"dtype": "bfloat16", "steps": 8, "texts": 16, "identical": 15, "tied": 1, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("audit", "headline_says", "verdict_says"),
+    [
+        ({"ties": TIED}, "the target's distribution is kept",
+         "the target's distribution is kept, 15 of 16 greedy texts are identical in bfloat16, the rest part at ties"),
+        ({"ties": None}, "the target's distribution is kept", "the target's distribution is kept, 4 of 4 greedy texts are identical"),
+        ({"ties": None, "sampling": None}, "4 of 4 greedy texts are identical", "by the audit 4 of 4 greedy texts are identical"),
+        ({"sampling": {"p_value": None, "draws": 384, "arm": "tuned"}, "ties": TIED}, "15 of 16 greedy texts are identical in bfloat16",
+         "by the audit 15 of 16 greedy texts are identical in bfloat16, the rest part at ties"),
+        (None, "was not checked", "the output was not audited"),
+    ],
+)  # fmt: skip
+def test_what_is_kept_is_what_was_tested(
+    score: dict[str, Any], audit: dict[str, Any] | None, headline_says: str, verdict_says: str
+) -> None:
+    rival(score, None)
+    sound = {"greedy_fp32": {"prompts": 4, "identical": 4, "arm_names": ["tuned"]}, "self_pair": {"token_acceptance": 1.0},
+             "sampling": {"p_value": 0.3, "draws": 384, "arm": "tuned", "temperature": 0.7}}  # fmt: skip
+    score["audit"] = None if audit is None else {**sound, **audit}
+    assert headline_says in headline(score) and verdict_says in verdict(score)
+    for report in (*all_reports(score), headline(score)):
+        assert "unchanged" not in report and "no change of output" not in report
+        if audit is None or not (audit.get("sampling", sound["sampling"]) or {}).get("p_value"):
+            assert "distribution is kept" not in report
+    if audit and "sampling" in audit and audit["sampling"]:
+        assert "sampling was not tested" in page(score)
+
+
+@pytest.mark.parametrize(
+    ("mode", "says", "never"),
+    [
+        ("hidden", "Held-out alpha while training", "at least"), (None, "Held-out alpha while training", "at least"),
+        ("topk", "Alpha, at least, on held-out text while training", "Held-out alpha"),
+        ("text", "Mean probability of the written token, on held-out text", "Held-out alpha"),
+    ],
+)  # fmt: skip
+def test_the_training_curve_is_called_what_it_is(score: dict[str, Any], mode: str | None, says: str, never: str) -> None:
+    score["corpus"]["recording"] = {"mode": "topk", "heldout_mode": mode}
+    for a in score["arms"]:
+        a["break_even"] = None if a["break_even"] is None else 0.123
+    html = body_of(page(score))
+    assert says in html and never not in html
+    assert ("break-even 0.12" in training(as_read(score))) == (mode in ("hidden", None)), "a bound is not compared with the break-even"
+    if mode == "text":
+        assert "alpha at temperature" not in html and "top-1 agreement" not in html
+
+
+def test_several_drafts_have_no_common_break_even(score: dict[str, Any]) -> None:
+    for a in score["arms"]:
+        a["break_even"] = None if a["break_even"] is None else 0.123
+    assert "break-even 0.12" in training(as_read(score))
+    score["training"]["curves"]["other"] = score["training"]["curves"]["tuned"]
+    assert "break-even" not in training(as_read(score))
+
+
+def test_what_is_timed_and_what_is_counted_is_headed_so(score: dict[str, Any]) -> None:
+    text, html = plain_text(to_markdown(score)), body_of(page(score))
+    assert "token acceptance (timed) | alpha (all texts) | tau (timed)" in text and "Here tau is of the timed texts" in html
+    row = next(r for r in score["sweep"] if r["arm"] == "tuned" and r["domain"] == "own")
+    row["counts"]["metrics"]["tau"] = 7.77
+    assert "7.77" in body_of(page(score)), "the sweep's tau is of the same texts as its acceptance"
+
+
+def test_warm_up_stands_in_the_conditions(score: dict[str, Any]) -> None:
+    score["conditions"]["warm_up_s"] = 12.34
+    assert all("12.3 s of first rounds, captures and compilation" in plain_text(r) for r in (page(score), to_markdown(score)))
+    del score["conditions"]["warm_up_s"]
+    assert "captures and compilation" not in page(score)
 
 
 def test_ranking_is_by_speed_with_plain_decoding_in_its_place() -> None:

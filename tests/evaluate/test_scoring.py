@@ -74,7 +74,7 @@ def test_every_figure_follows_from_the_cells(arm: str, temperature: float, folde
         assert row["speedup"] is row["c"] is row["v"] is row["predicted"] is row["alpha"] is row["acceptance"] is row["counts"] is None
         assert m["tau"] == 1.0 and m["proposed"] == 0
         return
-    costs = read_json(folder / "costs.json")  # measured apart from the arms, so that the prediction can be wrong
+    costs = read_json(folder / "costs.json")[f"{temperature:g}"]  # measured apart from the arms, so that the prediction can be wrong
     verify = costs["verify_s"]
     name = "untuned" if arm == "untuned" else "tuned"
     drafting = lambda n: costs["first_s"][name] + (n - 1) * costs["draft_s"][name] if n else 0.0  # noqa: E731

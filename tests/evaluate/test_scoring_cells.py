@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from draftstill.evaluate import cells, scoring
+from draftstill.evaluate import cells, costing, scoring
+from draftstill.evaluate.arms import arms_of
 from draftstill.evaluate.scoring import score
+from draftstill.recipe import Recipe
 from draftstill.runfolder import RunFolder, read_json
+from draftstill.stages import stages
 from tests.pipeline import SETTINGS, borrowed, finished, make_texts, opened
 
 TRAINED = ("corpus", "responses", "recording", "draft")
@@ -43,7 +49,7 @@ def test_an_interrupted_score_goes_on(place: str, tmp_path: Path, monkeypatch: p
         written.append(to)
         real(to, value)
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -115,6 +121,123 @@ def test_other_candidates_change_nobodys_numbers(tmp_path: Path) -> None:
     assert timings(home / "run" / "score") == after
 
 
+def test_another_arm_or_gamma_changes_nobodys_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookup proposes more tokens than the draft, a larger gamma too: only the new widths are timed, the draft's row stays as it was."""
+    keys: dict[str, Any] = {"candidates": ["tuned"], "gammas": [1, 2], "audit_prompts": 0, "prompts": 2, "temperatures": [0.7]}
+    first = borrowed(tmp_path, *TRAINED, evaluate=keys)
+    alone = score(*opened(first))
+    asked: list[tuple[list[int], list[str]]] = []
+    real = costing.measure_costs
+    monkeypatch.setattr(costing, "measure_costs", lambda t, d, *a, **k: asked.append((list(k["widths"]), list(d))) or real(t, d, *a, **k))
+    for more, widths in (({"candidates": ["lookup", "tuned"], "lookup_gamma": 5}, [4, 5, 6]), ({"gammas": [1, 2, 7]}, [7, 8])):
+        keys |= more
+        recipe, _ = opened(borrowed(tmp_path, evaluate=keys))
+        together = score(recipe, RunFolder(recipe.run_dir, set_aside=True))
+        assert asked and {(tuple(w), tuple(d)) for w, d in asked} == {(tuple(widths), ())}
+        asked.clear()
+        mine = counted(alone, "tuned", "tuned")
+        assert len(mine) == 2 and [r for r in counted(together, "tuned", "tuned") if r["swept"] < 7] == mine
+        assert set(together["costs"]["verify_s"]) == {str(w) for w in range(1, widths[-1] + 1)}
+
+
+def test_each_temperature_has_the_costs_of_its_own_law(tmp_path: Path) -> None:
+    keys = {"candidates": ["tuned"], "audit_prompts": 0, "prompts": 2, "temperatures": [0.0, 0.7, 1.0]}
+    result = score(*opened(borrowed(tmp_path, *TRAINED, evaluate=keys)))
+    by_temperature = result["costs_by_temperature"]
+    assert set(by_temperature) == {"0", "0.7", "1"} and result["costs"] == by_temperature["0.7"] == by_temperature["1"]
+    assert by_temperature["0"]["sampling"]["temperature"] == 0 != by_temperature["0.7"]["sampling"]["temperature"]
+    for row in result["sweep"]:
+        if row["arm"] == "tuned":
+            costs = by_temperature[f"{row['temperature']:g}"]
+            assert row["c"] == pytest.approx((costs["first_s"]["tuned"] + costs["draft_s"]["tuned"]) / 2 / costs["verify_s"]["1"])
+
+
+def test_times_of_other_surroundings_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and laws are; what is timed is timed again."""
+    keys = {"candidates": ["tuned"], "audit_prompts": 0, "prompts": 2, "temperatures": [0.7]}
+    score(*opened(borrowed(tmp_path, *TRAINED, evaluate=keys)))
+    monkeypatch.setattr(scoring, "versions", lambda: {"torch": "99", "draftstill": "1", "python": "3"})
+    asked: list[list[int]] = []
+    real = costing.measure_costs
+    monkeypatch.setattr(costing, "measure_costs", lambda *a, **k: asked.append(list(k["widths"])) or real(*a, **k))
+    recipe, _ = opened(borrowed(tmp_path, evaluate={**keys, "bootstrap": 201}))
+    score(recipe, RunFolder(recipe.run_dir, set_aside=True))
+    old, new = (tmp_path / "run" / f / "cells" for f in ("score.old-1", "score"))
+    names = [{p.name for p in (folder / "timing").rglob("tuned*")} for folder in (old, new)]
+    assert all(names) and not names[0] & names[1] and asked == [[1, 2, 3]] * 2, "before and after"
+    for kept in [p.relative_to(old) for part in ("texts", "laws") for p in (old / part).rglob("*.json")]:
+        assert (old / kept).read_bytes() == (new / kept).read_bytes()
+
+
+def test_machine_threads_and_versions_are_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = SimpleNamespace(target=SimpleNamespace(network=SimpleNamespace(device=torch.device("cpu"))))
+    here = scoring._surroundings(bench)  # type: ignore[arg-type]
+    machine = scoring.describe_machine()
+    for name, other in (
+        ("describe_machine", lambda: {**machine, "cpu": "another"}), ("describe_machine", lambda: {**machine, "cores": 999}),
+        ("describe_machine", lambda: {**machine, "omp_wait_policy": "x"}), ("versions", lambda: {"torch": "99"}), ("versions", lambda: {"draftstill": "99"}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(scoring, name, other)
+            assert scoring._surroundings(bench) != here, name  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert scoring._surroundings(bench) != here  # type: ignore[arg-type]
+
+
+def test_a_calibrated_shape_depends_on_the_recording() -> None:
+    """The untuned arm of a draft whose layers or widths were chosen on the recording is another one after another recording."""
+    recipe, run = opened(finished() / "recipe.yaml")
+    folders = {"tuned": finished() / "run" / "draft"}
+    bench = SimpleNamespace(recipe=recipe, table=None, arms=arms_of(recipe))
+    made = {}
+    for name, draft in (
+        ("fixed", {}),
+        ("layers", {"layers": "auto", "depth": 2}),
+        ("heads", {"keep_heads": 0.5}),
+        ("mlp", {"keep_mlp": 0.5}),
+    ):
+        values = recipe.model_dump(mode="json")
+        other = Recipe.model_validate_json(json.dumps({**values, "draft": {**values["draft"], **draft}}))
+        bench.recipe = other
+        found = stages(recipe, run)
+        for recording in ("a", "b"):
+            found["draft"].inputs["recording"] = recording
+            made[name, recording] = scoring._drafts(bench, folders, found)["untuned"]  # type: ignore[arg-type]
+    assert made["fixed", "a"] == made["fixed", "b"]
+    assert all(made[name, "a"] != made[name, "b"] for name in ("layers", "heads", "mlp"))
+
+
+def test_warm_up_is_that_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = borrowed(tmp_path, *TRAINED, evaluate={"audit_prompts": 0, "prompts": 2, "candidates": ["tuned"]})
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scoring, "write_reports", stop)
+        score(*opened(path))
+    before = read_json(tmp_path / "run" / "score.partial" / "warm_up.json")["seconds"]
+    result = score(*opened(path))
+    assert before > 0 and result["conditions"]["warm_up_s"] == round(before, 2), "nothing was decoded any more"
+
+
+def test_what_the_audit_samples_with_and_what_decides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The winner and the published draft, whatever the order of the recipe; another sampler or seed is another audit."""
+    asked: list[Any] = []
+    monkeypatch.setattr(scoring, "audit", lambda *a, arms: asked.append(list(arms)))
+    keys = {"candidates": ["lookup", "tuned"], "audit_prompts": 1, "prompts": 2, "temperatures": [0.7]}
+    path = borrowed(tmp_path, *TRAINED, evaluate=keys)
+    result = score(*opened(path))
+    assert asked == [scoring.audited_arms(result)] and "tuned" in asked[0]
+    row = {"arm": "b", "kind": "tuned", "candidate": "b"}
+    told = {"winner": {"arm": None}, "best": None, "publish": "b", "arms": [{**row, "arm": "a", "candidate": "a"}, row]}
+    assert scoring.audited_arms(told) == ["b"]
+    assert scoring.audited_arms({**told, "winner": {"arm": "lookup"}}) == ["lookup", "b"]
+    assert scoring.audited_arms({**told, "winner": {"arm": "b"}}) == ["b"]
+    assert scoring.audited_arms({**told, "arms": [], "best": {"arm": "lookup"}}) == ["lookup"]
+    assert scoring.audited_arms({**told, "arms": []}) == []
+
+
 def test_a_further_domain_is_scored_apart(tmp_path: Path) -> None:
     make_texts(tmp_path / "other", 6, seed=7)
     shutil.copy(next((finished() / "texts").iterdir()), tmp_path / "other")
@@ -128,6 +251,8 @@ def test_a_further_domain_is_scored_apart(tmp_path: Path) -> None:
     assert [c["metrics"] for c in counts(result)] == [c["metrics"] for c in counts(own)]
     assert [c["metrics"] for c in counts({"arms": there["arms"]})] != [c["metrics"] for c in counts(result)]
     assert {d["name"] for d in result["diagnosis"]["tuned"]["domain"]} == {"own", "general"}
+    mine, alone = (s["diagnosis"]["tuned"] for s in (result, own))
+    assert all(mine[k] == alone[k] for k in ("tokens", "alpha", "kl", "output", "worst", "sure"))
     for row in there["arms"]:
         assert {p["prompt"].rsplit("@", 1)[0] for p in row["per_prompt"]} <= {f.name for f in (tmp_path / "other").iterdir()}
 

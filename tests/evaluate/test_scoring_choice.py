@@ -108,11 +108,31 @@ def test_no_clear_winner_says_how_many_prompts_would_tell() -> None:
     found = timed({("a", 2): 1.34, ("b", 2): 1.30, ("lookup", 6): 0.9}, noise=0.1)
     won = winner(recipe(), found, rows(found))
     assert won["arm"] in ("a", "b") and not won["clear"] and len(won["rivals"]) == 1, (
-        "lookup does not beat plain decoding, so it is no rival"
+        "lookup is told apart: it is slower beyond the interval"
     )
     assert won["to_settle"] is None or won["to_settle"] > 24
     again = timed({("a", 2): 1.34, ("b", 2): 1.30}, prompts=24, noise=0.02)
     assert winner(recipe(), again, rows(again))["clear"]
+
+
+def test_every_arm_that_is_not_told_apart_is_a_rival() -> None:
+    """Also one that is not proven to beat plain decoding, and one of which only a slower gamma scatters too much to tell."""
+    found = timed({("a", 2): 1.4, ("wild", 2): 1.3}, noise=0.02)
+    rng = np.random.default_rng(1)
+    for row in found.timed:
+        wild = row["wild", 2]
+        row["wild", 2] = cell("wild", 2, wild["plain_s"] / 1.1 * float(np.exp(rng.normal(-0.32, 0.8))), wild["plain_s"])
+    sure = {r["arm"]: r["speedup"] for r in rows(found)}
+    won = winner(recipe(), found, rows(found))
+    assert sure["wild"]["low"] < 1.0 and won["arm"] in ("a", "wild")
+    if won["arm"] == "a":
+        assert not won["clear"] and [r["arm"] for r in won["rivals"]] == ["wild"]
+    several = timed({("a", 2): 1.5, ("b", 1): 1.2, ("b", 3): 1.15}, noise=0.01)
+    for row in several.timed:
+        base = row["b", 3]["plain_s"]
+        row["b", 3] = cell("b", 3, base / 1.1 * float(np.exp(rng.normal(-0.32, 0.8))), base)
+    won = winner(recipe(), several, rows(several))
+    assert won["arm"] == "a" and [(r["arm"], r["gamma"]) for r in won["rivals"]] == [("b", 3)] and not won["clear"]
 
 
 def test_nothing_is_faster() -> None:

@@ -252,6 +252,25 @@ def test_our_own_figures_are_those_of_the_servers_gamma() -> None:
     score = {"publish": "tuned", "sweep": [{**row, "gamma": g} for g in (1, 3, 6)] + [{**row, "gamma": 3, "domain": "biology"}], "arms": []}
     at = lambda gamma: own_figures(score, {"temperatures": [{"temperature": 0.0, "acceptance": {"gamma": gamma}}]})  # noqa: E731
     assert at(2.9)[0]["gamma"] == 3 and at(5.8)[0]["gamma"] == 6 and at(4.4) == []
+    assert at(None) == [], "a gamma that is not told is none of ours"
+
+
+def test_the_table_names_the_gamma_of_both_and_compares_nothing_without(recipe: Recipe) -> None:
+    found = measured(recipe, State("llama.cpp"))
+    row = {"arm": "tuned", "domain": "own", "acceptance": {"estimate": 0.5}, "counts": None, "speedup": None, "gamma": 3}
+    score = {"publish": "tuned", "sweep": [{**row, "temperature": t} for t in recipe.evaluate.temperatures], "arms": []}
+
+    def lines(gamma: float | None) -> tuple[list[str], list[str]]:
+        for t in found["temperatures"]:
+            t["acceptance"]["gamma"] = gamma
+        told = served_table({**found, "own": own_figures(score, found)}).splitlines()
+        return [x for x in told if " server    " in x], [x for x in told if "our own" in x]
+
+    theirs, ours = lines(2.9)
+    assert len(theirs) == len(ours) == 2 and all("2.90" in x for x in theirs) and all(" 3 " in x and "50.0%" in x for x in ours)
+    theirs, ours = lines(None)
+    assert all("does not say its gamma" in x and "%" not in x for x in ours) and all(" - " in x for x in theirs)
+    assert all("not scored at this gamma" in x for x in lines(8.0)[1])
 
 
 def test_the_verb_writes_the_figures_beside_the_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draftstill.evaluate.stats import Interval, best_of, paired_ratio, pooled_ratio, prompts_to_settle
+from draftstill.evaluate.stats import Best, Interval, best_of, paired_ratio, pooled_ratio, prompts_to_settle
 
 # --- definitions --------------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_the_unit_of_time_does_not_matter() -> None:
 
 def test_one_prompt_has_no_interval_and_excludes_nothing() -> None:
     interval = paired_ratio([2], [1], [10], [10])
-    assert interval == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), "none: one prompt")
+    assert interval == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), "none: one prompt", 1)
     assert not interval.excludes(1.0)
 
 
@@ -77,7 +77,7 @@ def test_a_self_pair_is_exactly_1_and_says_that_there_is_no_interval(counts: lis
     interval = pooled_ratio(counts, counts)
     assert interval is not None
     assert (interval.estimate, interval.low, interval.high) == (1.0, 1.0, 1.0) and interval.method.startswith("none")
-    assert interval.to_json() == {"estimate": 1.0, "low": 1.0, "high": 1.0, "method": interval.method}
+    assert interval.to_json() == {"estimate": 1.0, "low": 1.0, "high": 1.0, "method": interval.method, "prompts": len(counts)}
 
 
 @pytest.mark.parametrize("parts", [[9] * 19 + [8], [0] * 19 + [1], [0] * 20, [9, 0] * 10])
@@ -222,6 +222,10 @@ def test_the_number_named_settles_it() -> None:
     assert np.mean([measure(16, s).excludes(1.0) for s in range(100)]) < np.mean([measure(2 * wanted, s).excludes(1.0) for s in range(100)])
 
 
+def clear(best: Best) -> bool:
+    return all(r.excludes(1.0) for r in best.rivals.values())
+
+
 def equal_arms(
     rng: np.random.Generator, n: int, arms: int
 ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray]]]:
@@ -236,7 +240,7 @@ def test_the_best_of_equal_arms_is_not_called_clear(n: int) -> None:
     for seed in range(300):
         baseline, arms = equal_arms(rng, n, 6)
         best = best_of(baseline, arms, resamples=300, seed=seed)
-        simultaneous += best.clear
+        simultaneous += clear(best)
         held += best.speedups[best.arm].low <= 1.2
         naive = [paired_ratio(arms[o][0], arms[best.arm][0], arms[o][1], arms[best.arm][1], resamples=300) for o in arms if o != best.arm]
         alone += naive[0].excludes(1.0) or naive[1].excludes(1.0)
@@ -250,7 +254,7 @@ def test_the_best_of_different_arms_is_found() -> None:
     baseline, arms = equal_arms(rng, 24, 3)
     arms["1"] = (arms["1"][0] / 1.5, arms["1"][1])
     best = best_of(baseline, arms)
-    assert best.arm == "1" and best.clear and best.speedups["1"].low > 1.5 and set(best.rivals) == {"0", "2"}
+    assert best.arm == "1" and clear(best) and best.speedups["1"].low > 1.5 and set(best.rivals) == {"0", "2"}
     assert best.rivals["0"].estimate == pytest.approx(best.speedups["1"].estimate / best.speedups["0"].estimate)
     for name, (seconds, tokens) in arms.items():
         one = paired_ratio(baseline[0], seconds, baseline[1], tokens)
@@ -261,7 +265,7 @@ def test_the_best_of_different_arms_is_found() -> None:
 def test_the_order_of_the_arms_does_not_matter() -> None:
     baseline, arms = equal_arms(np.random.default_rng(2), 16, 4)
     one, other = best_of(baseline, arms), best_of(baseline, dict(reversed(arms.items())))
-    assert one.arm == other.arm and one.clear == other.clear
+    assert one.arm == other.arm and clear(one) == clear(other)
     for name, interval in one.rivals.items():
         assert (interval.low, interval.high) == pytest.approx((other.rivals[name].low, other.rivals[name].high))
 
@@ -269,9 +273,20 @@ def test_the_order_of_the_arms_does_not_matter() -> None:
 def test_one_arm_or_one_prompt() -> None:
     baseline, arms = equal_arms(np.random.default_rng(2), 16, 1)
     alone = best_of(baseline, arms)
-    assert alone.clear and not alone.rivals
+    assert clear(alone) and not alone.rivals
     one = best_of(([2.0], [10]), {"a": ([1.0], [10]), "b": ([1.5], [10])})
-    assert one.arm == "a" and not one.clear and one.speedups["a"].method.startswith("none")
+    assert one.arm == "a" and not clear(one) and one.speedups["a"].method.startswith("none")
+
+
+def test_an_interval_tells_how_many_prompts_it_is_of() -> None:
+    for n in (1, 3, 9):
+        baseline, arms = equal_arms(np.random.default_rng(n), n, 2)
+        one = paired_ratio(baseline[0], arms["0"][0], baseline[1], arms["0"][1])
+        best = best_of(baseline, arms, resamples=200)
+        found = [one, *best.speedups.values(), *best.rivals.values()]
+        assert {i.prompts for i in found} == {n} == {i.to_json()["prompts"] for i in found}
+    accepted = pooled_ratio([1, 2, 0, 3], [2, 3, 0, 4])
+    assert accepted is not None and accepted.prompts == 3, "one proposed nothing"
 
 
 def test_the_pure_part_imports_without_torch() -> None:
