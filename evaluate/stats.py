@@ -59,7 +59,8 @@ class Best:
     speedups: dict[str, Interval]
     """Of every arm against the baseline, simultaneous: the best one's may be quoted although it was picked for being the best."""
     rivals: dict[str, Interval]
-    """Speed of the best arm over that of every other one, simultaneous over all pairs."""
+    """Speed of the best arm over that of every other one. Its lower bound above 1 rules the other one out as the fastest in truth, and with the
+    stated confidence no fastest one is ruled out, whichever arms are compared (comparisons with the best: Hsu 1984)."""
 
 
 def paired_ratio(baseline_seconds: Sequence[float], arm_seconds: Sequence[float], baseline_tokens: Sequence[float],
@@ -125,8 +126,9 @@ def best_of(baseline: Timed, arms: Mapping[str, Timed], *, confidence: float = 0
     """The fastest arm, and what may be said of it after having looked at all of them.
 
     The largest of several noisy figures is too large on average, and an interval for one arm alone does not say how much. The bounds here hold for all
-    arms at once, by the distribution of the largest studentised deviation over the arms (max-T; Westfall and Young 1993), and for
-    all pairs of arms in the same way. With fewer than 8 prompts: Bonferroni's t.
+    arms at once, by the distribution of the largest studentised deviation over the arms (max-T; Westfall and Young 1993). To rule an arm
+    out as the fastest, the bound must hold for all comparisons with that arm, on one side; all pairs of arms would ask for more than is
+    claimed. With fewer than 8 prompts: Bonferroni's t.
 
     Raises:
         ValueError: no arms, unequal lengths, no prompts, or a value that is not finite and positive.
@@ -139,32 +141,32 @@ def best_of(baseline: Timed, arms: Mapping[str, Timed], *, confidence: float = 0
         raise ValueError("seconds and tokens must be positive")
     n = columns.shape[1]
     value, cov = _speeds(columns[:, None, :])
-    pairs = list(itertools.combinations(range(len(arms) + 1), 2))
-    against_baseline, among = pairs[: len(arms)], pairs[len(arms) :]
     draws = _speeds(columns[:, _resamples(n, resamples, seed)]) if n >= _FEWEST else None
 
-    def simultaneous(family: list[tuple[int, int]]) -> dict[tuple[int, int], Interval]:
-        critical = _t(1 - (1 - confidence) / max(len(family), 1), n) if n > 1 else math.inf
+    def critical(family: list[tuple[int, int]], sides: int) -> float:
+        """Standard errors that the deviations of all (i, j), j over i, stay within: above, or on both sides."""
+        found = _t(1 - 2 / sides * (1 - confidence) / max(len(family), 1), n) if n > 1 else math.inf
         if draws is not None and family:
             deviations = []
             for i, j in family:
                 again, scatter = _difference(*draws, i, j)
-                deviations.append(np.abs(_studentised(again, scatter, _difference(value, cov, i, j)[0])))
+                away = _studentised(again, scatter, _difference(value, cov, i, j)[0])
+                deviations.append(np.abs(away) if sides == 2 else away)
             reached = _quantile(np.max(deviations, 0), confidence)
-            critical = reached if math.isfinite(reached) else critical
-        method = "bootstrap-t: simultaneous" if draws is not None else f"t: simultaneous, {n} prompts"
-        return {(i, j): _around(*_difference(value, cov, i, j), critical, method, n) for i, j in family}
+            found = reached if math.isfinite(reached) else found
+        return found
 
-    over_baseline, rivals = simultaneous(against_baseline), simultaneous(among)
+    method = "bootstrap-t: simultaneous" if draws is not None else f"t: simultaneous, {n} prompts"
+    every = range(1, len(arms) + 1)
+    wide = critical([(0, i) for i in every], 2)
+    speedups = {names[i - 1]: _around(*_difference(value, cov, 0, i), wide, method, n) for i in every}
     best = int(value[0, 1:].argmax()) + 1
     ratios = {}
-    for other in range(1, len(arms) + 1):
-        if other < best:
-            ratios[names[other - 1]] = rivals[other, best]
-        elif other > best:
-            found = rivals[best, other]
-            ratios[names[other - 1]] = replace(found, estimate=1 / found.estimate, low=1 / found.high, high=1 / found.low)
-    return Best(names[best - 1], {name: over_baseline[0, i] for i, name in enumerate(names, 1)}, ratios)
+    for other in every:
+        if other != best:
+            bound = critical([(other, i) for i in every if i != other], 1)
+            ratios[names[other - 1]] = _around(*_difference(value, cov, other, best), bound, method, n)
+    return Best(names[best - 1], speedups, ratios)
 
 
 def _columns(*values: Sequence[float]) -> Floats:
