@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow bench-decode bench-distill bench-drift bench-gpu bench-losses bench-reading bench-recording bench-respond bench-score bench-training lint docs clean
+.PHONY: help venv demo test test-slow bench-decode bench-distill bench-drift bench-evening bench-family bench-gpu bench-losses bench-reading bench-recording bench-respond bench-score bench-training lint docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,6 +36,12 @@ bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
 
 bench-drift: venv  ## A tuned target and its draft, the paper in miniature: 100 minutes, in pieces (BENCH='--budget-minutes 20')
 	$(BIN)/python -m tests.bench.drift $(BENCH)
+
+bench-evening: venv  ## The best draft of an hour, and what each choice is worth: 3 hours (BENCH=screen, BENCH='general --layers 0 1')
+	$(BIN)/python -m tests.bench.evening $(BENCH)
+
+bench-family: venv  ## Qwen2.5-Coder 1.5B, its stock 0.5B draft and tuned ones: 1.6 GB of wheels, 4 hours, in pieces (BENCH='--stop-after recording')
+	$(BIN)/python -m tests.bench.family $(BENCH)
 
 bench-losses: venv  ## What each loss makes of the demo's draft, three orders each: 40 minutes, resumable
 	$(BIN)/python -m tests.bench.losses $(BENCH)

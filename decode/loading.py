@@ -14,10 +14,10 @@ from draftstill.decode.families import refuse_unsupported
 from draftstill.decode.network import Network
 from draftstill.errors import DraftstillError
 from draftstill.machine import cores
-from draftstill.recipe import Recipe
+from draftstill.recipe import Recipe, Source
 from draftstill.sources import ModelSource, load_model, load_tokenizer, resolve_model
 from draftstill.stages import resolved_device, resolved_dtype, served_target
-from draftstill.vocabulary import real_size
+from draftstill.vocabulary import check_vocabulary, real_size
 
 
 @dataclass(slots=True)
@@ -54,6 +54,22 @@ def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     network = make_network(model, vocab=vocab)
     eos = eos_ids(model.config, model.generation_config, tokenizer)
     return Loaded(network, tokenizer, source, model.config, eos, vocab, revision_of(model, source))
+
+
+def load_draft(named: Source, key: str, target: Loaded, recipe: Recipe, *, dtype: str | None = None) -> Network:
+    """An existing draft for ``target``, as it is and with its whole head.
+
+    Args:
+        named: where it comes from; ``key`` is the recipe key of the source, for example ``respond.draft.source``.
+        recipe: decides dtype and device.
+
+    Raises:
+        DraftstillError: another vocabulary than the target's, or as loading raises.
+    """
+    source = resolve_model(named, key)
+    model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
+    check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, key)
+    return make_network(model, vocab=target.vocab, key=key)
 
 
 def revision_of(model: Any, source: ModelSource) -> str | None:

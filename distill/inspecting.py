@@ -40,6 +40,8 @@ def describe(recording: Recording) -> str:
     if kinds := m.get("kinds"):
         parts = (f"{v['supervised']:,} of {v['tokens']:,} positions of {k}s" for k, v in kinds.items())
         rows.append(("learnt from", ", ".join(parts)))
+    if refused := m.get("refused"):
+        rows.append(("refused", f"{refused:,} sequences, by the server: they hold no laws, and nothing is learnt from them"))
     rows.append(("size", f"{m['bytes'] / 2**20:,.1f} MiB, {m['bytes'] / max(1, m['positions']):,.0f} bytes per position"))
     rows.append(("checksums", "all right, token hashes too"))
     if auto := m.get("auto"):
@@ -58,6 +60,8 @@ def _mode(m: dict[str, Any]) -> str:
         return "hidden, " + (f"{bits} bits" if bits else f"in {m['dtype']}")
     if m["mode"] == "text":
         return "text: what the target wrote, no laws"
+    if m["mode"] == "live":
+        return "live: texts alone, no laws; the target scores them while the draft trains"
     until = "" if m["kept_mass"] >= 1 else f" (fewer once they hold {m['kept_mass']:g})"
     server = m.get("server")
     where = f", from a {server['kind']} server ({server['version'] or 'version unknown'})" if server else ""

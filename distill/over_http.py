@@ -10,15 +10,13 @@ from typing import Any
 
 from draftstill.distill.dialects import Answer, Ask
 from draftstill.distill.prompts import Prompt, encode, opening, seed_of
-from draftstill.distill.servers import Client, ServerError, each
+from draftstill.distill.servers import OF_ONE_REQUEST, Client, ServerError, each
 from draftstill.distill.writing import FINISHED, REFUSED, TOO_LONG, Row, Window, row_of
 from draftstill.errors import DraftstillError
 from draftstill.progress import say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import atomic_write, write_json
 
-_OF_ONE_ROW = frozenset({400, 413, 422})
-"""Statuses that speak of one request: its prompt is too long, or a filter does not like it."""
 _SEVERAL = 5
 """If so many first requests are refused and none is answered, it is not their prompts."""
 _PROBED = 8
@@ -139,7 +137,7 @@ class OverHttp:
         try:
             answer = self.client.complete(self._ask(prompt, room, salt))
         except ServerError as error:
-            if error.status not in _OF_ONE_ROW:
+            if error.status not in OF_ONE_REQUEST:
                 raise
             return {"prompt_id": prompt.id, "dropped": True, "finish": REFUSED, "detail": error.problem}
         tokens, finish = self._tokens(answer)
@@ -174,7 +172,7 @@ class OverHttp:
             try:
                 self._compare(self.client.complete(self._ask(prompt, self._room(prompt, _PROBED), "probe")))
             except ServerError as error:
-                if error.status not in _OF_ONE_ROW:
+                if error.status not in OF_ONE_REQUEST:
                     raise
                 refused.append(error.problem)
             else:

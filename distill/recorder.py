@@ -14,16 +14,19 @@ import torch
 from draftstill.corpus import prepare_corpus
 from draftstill.decode import Loaded, load_target
 from draftstill.distill.ranks import ranks
+from draftstill.distill.refusing import Refused, list_refused
 from draftstill.distill.remote import mirror, probe
 from draftstill.distill.responses import SIDES, respond
-from draftstill.distill.scoring import Hidden, Scorer, TopK, Written, by_length, score_texts, sharded
+from draftstill.distill.scoring import Hidden, Scorer, TopK, Written, by_length, score_texts, sharded, without_laws
 from draftstill.distill.served import make_served
-from draftstill.distill.shards import bytes_per_position, mark_of, write_manifest
+from draftstill.distill.shards import mark_of, write_manifest
 from draftstill.distill.sources import Materials, Text, describe, gather, held_out
 from draftstill.distill.targets import Described, describe_target
+from draftstill.distill.writing import REFUSED
 from draftstill.errors import DraftstillError
 from draftstill.progress import duration, say
 from draftstill.recipe import Recipe, Record
+from draftstill.recording_size import recording_bytes
 from draftstill.runfolder import RunFolder, read_json, write_json
 from draftstill.stages import content_of, resolved_device, resolved_dtype, served_target, stages
 from draftstill.vocabulary import template_hash, tokenizer_hash
@@ -70,24 +73,37 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
         "sampler": recipe.respond.sampler.model_dump(), **scorers.about(),
     }  # fmt: skip
     sizes = {}
+    refused = {side: Refused(stage.work, side, len(texts[side]), recipe.record.max_refused) for side in SIDES}
     for side in SIDES:
         mode = pilot["mode"] if side == "train" else scorers.heldout_mode
         scorer = scorers.of(mode, side)
         made_from = {**about, "mode": mode, **_settings(recipe.record, mode, target.vocab, side)}
         label = "record" if side == "train" else "record held-out"
         folder, settings = stage.work / side, recipe.record
-        score_texts(texts[side], scorer, folder, scorers.batch, settings.shard_sequences, label, mark=mark_of(made_from), here=here)
+        score_texts(texts[side], scorer, folder, scorers.batch, settings.shard_sequences, label, mark=mark_of(made_from), here=here,
+                    refused=refused[side])  # fmt: skip
         here.wait()
         if here.main:
             expected = [sum(len(t.ids) for t in group) for group in sharded(texts[side], settings.shard_sequences)]
-            more = {"auto": pilot["auto"]} if side == "train" else {}
+            more: dict[str, Any] = {"auto": pilot["auto"]} if side == "train" else {}
+            if rows := refused[side].rows():
+                texts[side] = without_laws(texts[side], {row["shard"] * settings.shard_sequences + row["text"] for row in rows})
+                more["refused"] = len(rows)
             manifest = write_manifest(folder, made_from, expected, kinds=describe(texts[side]), **more)
             sizes[side] = {k: manifest[k] for k in ("sequences", "positions", "bytes")}
     if here.main:
-        stage.finish(sizes=sizes, mode=pilot["mode"], kinds=describe(texts["train"]), pilot=pilot)
+        lost = [row for side in SIDES for row in refused[side].rows()]
+        told = {"refused": list_refused(stage.work, refused)} if scorers.served else {}
+        stage.finish(sizes=sizes, mode=pilot["mode"], kinds=describe(texts["train"]), pilot=pilot, **told)
         train = sizes["train"]
         each = train["bytes"] / max(1, train["positions"])
         say(f"  recording: {train['positions']:,} positions, {train['bytes'] / 2**20:,.0f} MiB ({each:.0f} bytes each)")
+        if lost:
+            say(
+                f"  {len(lost)} texts were {REFUSED} and teach nothing; the first: {lost[0]['detail']}; listed in {stage.folder / 'rejected.jsonl'}"
+            )
+        for path in stage.folder.glob("refused-*.json"):  # not before: after a kill the next attempt must still find them
+            path.unlink()
         _mirror(recipe, stage.folder)
     here.wait()
     return stage.folder
@@ -111,7 +127,7 @@ def _mirror(recipe: Recipe, folder: Path) -> None:
 
 
 def in_process(settings: Record) -> bool:
-    """Whether the recording takes the target's weights."""
+    """Whether the target's weights are here."""
     return settings.server is None and settings.mode != "text"
 
 
@@ -133,6 +149,8 @@ class Scorers:
         if not isinstance(self.target, Loaded):
             return Written(self.target.vocab)
         s, network = self.settings, self.target.network
+        if mode == "live":
+            return Written(self.target.vocab)
         if mode == "hidden":
             return Hidden(network, s.hidden_bits if side == "train" else None)
         return TopK(network, s.top_k, s.temperature, s.kept_mass, s.logp_bits)
@@ -144,7 +162,7 @@ class Scorers:
 
 def _settings(settings: Record, mode: str, vocab: int, side: str) -> dict[str, Any]:
     """What a reader must know of how laws were packed."""
-    if mode == "text":
+    if mode in ("text", "live"):
         return {}
     if mode == "hidden":
         return {"hidden_bits": settings.hidden_bits if side == "train" else None}
@@ -185,9 +203,14 @@ def _pilot(materials: Materials, texts: dict[str, list[Text]], scorers: Scorers)
         size = _size(texts, scorers, resolved_dtype(materials.recipe), mode, found)
         free = shutil.disk_usage(materials.work).free
         if found is not None:
-            seconds = sum(len(t.ids) for side in texts.values() for t in side) * found.seconds_per_token / here.world
-            say(f"  record: about {size / 2**20:,.0f} MiB and {duration(seconds)}, by a pilot of {found.tokens:,} tokens; "
+            takes = {side: sum(len(t.ids) for t in group) * found.seconds_per_token for side, group in texts.items()}
+            later = takes.pop("train") if mode == "live" else None
+            say(f"  record: about {size / 2**20:,.0f} MiB and {duration(sum(takes.values()) / here.world)}, by a pilot of {found.tokens:,} tokens; "
                 f"the disk has {free / 2**30:,.1f} GiB free")  # fmt: skip
+            if later is not None:
+                say(
+                    f"  record.mode live: the target's forwards will take about {duration(later)} of each pass over the training texts, on one device"
+                )
         if size > free:
             problem = f"the recording needs about {size / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free"
             raise DraftstillError(problem, key="run_dir", value=materials.recipe.run_dir,
@@ -207,7 +230,7 @@ def measure(texts: Sequence[Text], scorers: Scorers) -> Measured:
     settings = scorers.settings
     step = max(1, len(texts) // (_PILOT_BATCHES * settings.batch_size))
     sample = list(texts[::step][: _PILOT_BATCHES * settings.batch_size])
-    scorer = scorers.of("topk" if settings.mode != "hidden" else "hidden", "train")
+    scorer = scorers.of("topk" if settings.mode in ("topk", "auto") else "hidden", "train")
     tails, counts, seconds, timed = [], [], 0.0, 0
     batches = by_length(sample, settings.batch_size)
     for number, rows in enumerate(batches):
@@ -226,12 +249,7 @@ def measure(texts: Sequence[Text], scorers: Scorers) -> Measured:
 
 def _size(texts: dict[str, list[Text]], scorers: Scorers, dtype: str, mode: str, found: Measured | None) -> float:
     """Bytes of both sides."""
-    settings, own = scorers.settings, getattr(torch, dtype).itemsize
-    count = settings.top_k if found is None or not found.kept else found.kept
-    width = {None: own, 8: 1.125, 16: 2}[settings.hidden_bits]
-    mean = sum(len(t.ids) for t in texts["train"]) / len(texts["train"])
-    common: dict[str, Any] = {"vocab": scorers.target.vocab, "hidden": scorers.hidden_size, "logp_bits": settings.logp_bits, "top_k": count,
-                              "shard_positions": min(len(texts["train"]), settings.shard_sequences) * mean}  # fmt: skip
-    each = {"train": bytes_per_position(mode=mode, hidden_bytes=width, **common),
-            "heldout": bytes_per_position(mode=scorers.heldout_mode, hidden_bytes=own, **common)}  # fmt: skip
-    return sum(each[side] * sum(len(t.ids) for t in group) for side, group in texts.items())
+    sides = {side: (len(group), sum(len(t.ids) for t in group)) for side, group in texts.items()}
+    return recording_bytes(scorers.settings, {"train": mode, "heldout": scorers.heldout_mode}, sides, vocab=scorers.target.vocab,
+                           hidden=scorers.hidden_size, dtype_bytes=getattr(torch, dtype).itemsize,
+                           kept=found.kept if found is not None and found.kept else None)  # fmt: skip

@@ -32,7 +32,7 @@ _OPEN_SHARDS = 256
 
 @dataclass(slots=True)
 class Recorded:
-    """One recorded sequence of N positions; the unused form's tensors are None."""
+    """One recorded sequence of N positions; the unused forms' tensors are None, in mode ``live`` all of them."""
 
     tokens: Tensor
     start: int
@@ -167,6 +167,8 @@ class Recording:
         mask = columns["supervised"][part].bool() if "supervised" in columns else None
         item = Recorded(columns["tokens"][part].long(), self._starts[shard][row], mask=mask,
                         after=int(columns["after"][row]) if "after" in columns else -1)  # fmt: skip
+        if self.mode == "live":
+            return item
         if self.mode == "text":
             # The written token is all that is known of the law.
             following = item.written

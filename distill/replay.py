@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from draftstill.corpus import read_documents
+from draftstill.corpus import stored_documents
 from draftstill.decode.trace import Trace
 from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
 from draftstill.distill.responses import read_responses
@@ -73,7 +73,7 @@ def _prompts(materials: Materials, count: int) -> list[Prompt]:
     if recipe.respond.prompts:
         rows = islice(read_responses(materials.responses, "train"), count)
         return [Prompt(row["prompt_id"], row["prompt"], row["supervised_from"]) for row in rows]
-    return cut_prompts(read_documents(materials.corpus, "train"), count, recipe.respond, materials.target.tokenizer, recipe.seed)
+    return cut_prompts(stored_documents(materials.corpus, "train"), count, recipe.respond, materials.target.tokenizer, recipe.seed)
 
 
 def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) -> list[dict[str, Any]]:
@@ -84,16 +84,10 @@ def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) 
 
 
 def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
-    from draftstill.decode import Decoder, ModelDrafter, Network, Sampling
-    from draftstill.sources import load_model, load_tokenizer, resolve_model
-    from draftstill.stages import resolved_device, resolved_dtype
-    from draftstill.vocabulary import check_vocabulary
+    from draftstill.decode import Decoder, ModelDrafter, Sampling, load_draft
 
     assert recipe.record.draft is not None  # the recipe's own check
-    source = resolve_model(recipe.record.draft, "record.draft.source")
-    model = load_model(source, resolved_dtype(recipe), resolved_device(recipe))
-    check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, "record.draft.source")
-    draft, s = Network(model, vocab=target.vocab, key="record.draft.source"), recipe.respond.sampler
+    draft, s = load_draft(recipe.record.draft, "record.draft.source", target, recipe), recipe.respond.sampler
     settings = {
         "sampling": Sampling(**s.model_dump()),
         "eos": target.eos,

@@ -5,8 +5,8 @@ Shape suffixes: N positions, H hidden, V vocabulary, K kept ids, W ids of a colu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftstill.decode import Network
 from draftstill.distill.ranks import Ranks
+from draftstill.distill.refusing import Refused, Unscored
 from draftstill.distill.shards import digest, read_info, shard_name, write_shard
 from draftstill.distill.sources import Text
 from draftstill.errors import DraftstillError
@@ -46,7 +47,7 @@ class NetworkScorer(Scorer, Protocol):
 
 @dataclass
 class Written:
-    """No laws at all: the text itself is what is learnt from."""
+    """No laws at all: the text itself is what is learnt from, or what a live target will score."""
 
     vocab: int
 
@@ -192,13 +193,18 @@ def score(texts: Sequence[Text], scorer: NetworkScorer) -> list[dict[str, Tensor
 
 
 def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int, per_shard: int, label: str, *, mark: str = "",
-                here: Ranks | None = None) -> None:  # fmt: skip
+                here: Ranks | None = None, refused: Refused | None = None) -> None:  # fmt: skip
     """Score texts into shards; whole shards of an earlier attempt are kept. The processes of a launch share the shards out by number.
 
     A shard's rows are batched by length among themselves, so what it holds depends neither on where an attempt stopped nor on who makes it.
+    A text that comes back ``Unscored`` stays in its shard with nothing to learn.
+
+    Args:
+        refused: takes note of such texts.
 
     Raises:
-        DraftstillError: a shard that lies there already belongs to another recording, holds other texts, or is damaged.
+        DraftstillError: a shard that lies there already belongs to another recording, holds other texts, or is damaged; or too many texts
+            were refused.
     """
     here = here or Ranks()
     groups = [(n, group) for n, group in enumerate(sharded(texts, per_shard)) if here.mine(n)]
@@ -216,7 +222,10 @@ def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int,
                     for i, piece in zip(rows, scorer.columns([group[i] for i in rows]), strict=True):
                         columns[i] = piece
                     progress.update(min(progress.done + sum(len(group[i].ids) for i in rows), done + size))
-                save_shard(path, group, columns, scorer, mark)
+                unscored = {i: c for i, c in enumerate(columns) if isinstance(c, Unscored)}
+                if refused is not None:
+                    refused.settle(number, unscored)
+                save_shard(path, without_laws(group, unscored), columns, scorer, mark)
             done += size
             progress.update(done)
 
@@ -224,6 +233,11 @@ def score_texts(texts: Sequence[Text], scorer: Scorer, folder: Path, batch: int,
 def sharded(texts: Sequence[Text], per_shard: int) -> list[Sequence[Text]]:
     """The texts of each shard."""
     return [texts[at : at + per_shard] for at in range(0, len(texts), per_shard)]
+
+
+def without_laws(texts: Sequence[Text], places: Collection[int]) -> list[Text]:
+    """The texts with nothing to learn at these places."""
+    return [replace(text, only=()) if place in places else text for place, text in enumerate(texts)]
 
 
 def by_length(texts: Sequence[Text], batch: int) -> list[list[int]]:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from draftstill.distill.dialects import Ask
 from draftstill.distill.prompts import encode
-from draftstill.distill.servers import Client, ServerError, each
+from draftstill.distill.refusing import Unscored
+from draftstill.distill.servers import OF_ONE_REQUEST, Client, ServerError, each
 from draftstill.distill.sources import Text
+from draftstill.distill.writing import REFUSED
 from draftstill.errors import DraftstillError
 from draftstill.progress import say
 from draftstill.recipe import Record
@@ -64,7 +66,8 @@ class Served:
         return {k: v for k, v in asdict(self.client.about).items() if k in ("kind", "version", "model")}
 
     def columns(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
-        """ids, logp [N, K], count, tail [N] of each text; positions that nothing is learnt from keep no id, and a tail of 1."""
+        """ids, logp [N, K], count, tail [N] of each text; positions that nothing is learnt from keep no id, and a tail of 1. A text that the
+        server refuses is ``Unscored``."""
         found: list[dict[str, Tensor]] = [{}] * len(texts)
         for place, columns in each(texts, self._text, self.concurrency):
             found[place] = columns
@@ -74,13 +77,20 @@ class Served:
         N = len(text.ids)
         ids, logp = torch.zeros(N, self.k, dtype=torch.int32), torch.full((N, self.k), -100.0)
         count, tail = torch.zeros(N, dtype=torch.int32), torch.ones(N)
-        for at, law in zip(text.supervised, self.laws(text.ids, text.supervised), strict=True):
+        columns = {"ids": ids, "logp": logp, "count": count, "tail": tail}
+        try:
+            laws = self.laws(text.ids, text.supervised)
+        except ServerError as error:
+            if error.status not in OF_ONE_REQUEST:
+                raise
+            return Unscored(columns, f"{REFUSED} ({error.status})", error.problem)
+        for at, law in zip(text.supervised, laws, strict=True):
             kept = self._kept(law)
             count[at] = len(kept)
             ids[at, : len(kept)] = torch.tensor([i for i, _ in kept], dtype=torch.int32)
             logp[at, : len(kept)] = torch.tensor([lp for _, lp in kept])
             tail[at] = max(0.0, 1.0 - math.fsum(math.exp(lp) for _, lp in kept))
-        return {"ids": ids, "logp": logp, "count": count, "tail": tail}
+        return columns
 
     def _kept(self, law: Law) -> Law:
         total = 0.0

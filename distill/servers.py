@@ -23,6 +23,8 @@ from draftstill.recipe import Server
 
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses that another attempt may mend."""
+OF_ONE_REQUEST = frozenset({400, 413, 422})
+"""Statuses that speak of one request: its text is too long, or a filter does not like it."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 60.0
 _OWNERS: dict[str, Kind] = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class Client:
             status=status,
             key=f"{self.key}.url",
             value=self.url,
-            mend=mend if status not in (400, 413, 422) else None,
+            mend=mend if status not in OF_ONE_REQUEST else None,
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def write_shard(path: Path, tokens: Sequence[Sequence[int]], starts: Sequence[in
     Args:
         starts: first supervised position of each sequence.
         columns: [N, ...] in the order of the concatenated tokens. topk: ids [N, K] by falling probability, uint16 or wider; logp [N, K];
-            tail [N]; optionally lse [N], and count [N], kept ids per position (default: K). hidden: hidden [N, H]. text: none.
+            tail [N]; optionally lse [N], and count [N], kept ids per position (default: K). hidden: hidden [N, H]. text, live: none.
         vocab: decides how wide ids are written; None: uint16 stays, others are packed as those of a large vocabulary.
         logp_bits: 8 or 16 for each log-probability; hidden_bits: 8, 16 (bfloat16) or None (as they are).
         masks: supervised positions of each sequence; None: all from its start on.
@@ -188,16 +187,3 @@ def _expected(folder: Path, positions: Sequence[int]) -> list[Path]:
             f"{others[0]} in {folder} is none of this recording's {len(paths)} shards", mend="delete it and run the same command again"
         )
     return paths
-
-
-def bytes_per_position(
-    *, mode: str, top_k: float, vocab: int, hidden: int, logp_bits: int, hidden_bytes: float, shard_positions: float
-) -> float:
-    """What one position takes where ``top_k`` ids are kept, headers left aside, in shards of so many positions."""
-    if mode == "text":
-        return 5
-    if mode == "hidden":
-        return 4 + hidden * hidden_bytes
-    table = 0.0 if vocab <= 1 << 16 else min(1.0, vocab / 8 / (top_k * shard_positions))  # over three bytes there is none
-    width = 2 + table
-    return 4 + (1 if top_k < 256 else 4) + 8 + min(top_k, vocab) * (width + math.ceil(logp_bits / 8))

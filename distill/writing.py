@@ -100,13 +100,7 @@ class InProcess:
 
 
 def _draft(recipe: Recipe, target: Any) -> Any:
-    from draftstill.decode import make_network
-    from draftstill.sources import load_model, load_tokenizer, resolve_model
-    from draftstill.stages import resolved_device, resolved_dtype
-    from draftstill.vocabulary import check_vocabulary
+    from draftstill.decode import load_draft
 
     assert recipe.respond.draft is not None
-    source = resolve_model(recipe.respond.draft, "respond.draft.source")
-    model = load_model(source, resolved_dtype(recipe), resolved_device(recipe))
-    check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, "respond.draft.source")
-    return make_network(model, vocab=target.vocab, key="respond.draft.source")
+    return load_draft(recipe.respond.draft, "respond.draft.source", target, recipe)

@@ -17,12 +17,11 @@ from typing import Any
 from draftstill.errors import DraftstillError
 from draftstill.hashes import remembered_hash
 from draftstill.recipe import Draft, Recipe, Source
+from draftstill.recording_size import recording_bytes
 from draftstill.sizes import Size, draft_size, size_of
 from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, served_target
 
 # Constants of the estimates.
-POSITION_BYTES = 4  # per recorded position: token id
-LAW_BYTES = 9  # beside the kept ids of a topk position: their count, tail mass, log-normaliser
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRAINING_BYTES = 16  # a trained parameter: float32 weight, gradient, two AdamW moments
 CHECKPOINT_BYTES = 12  # float32 weight and two moments
@@ -147,7 +146,7 @@ def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None])
     heldout = recipe.respond.heldout_prompts
     recorded = recipe.respond.prompts * learnt + heldout * recipe.respond.max_new_tokens + recipe.record.document_tokens + extra
     scored = rows * length + recipe.record.document_tokens + extra
-    recording = _recording_bytes(recipe, target, scored - heldout * length, heldout * length)
+    recording = _recording_bytes(recipe, target, length, scored - heldout * length, heldout * length)
 
     disk = memory = None
     width = DTYPE_BYTES[resolved_dtype(recipe)]
@@ -160,10 +159,18 @@ def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None])
         asking = target.parameters() * width + max(cache, logits)
         # One micro-batch's float32 logits: the largest single thing when the head is not chunked.
         logits_in_training = 4.0 * recipe.train.per_device_train_batch_size * recipe.record.sequence_length * target.vocabulary
-        training = max(drafted) * TRAINING_BYTES + logits_in_training
+        training = max(drafted) * TRAINING_BYTES + logits_in_training + _live_bytes(recipe, target, width)
         memory = max(asking, training, _tuning_bytes(recipe, target, width)) + RUNTIME_GIB * 2**30
         disk += target.parameters() * width if recipe.adapt else 0
     return Estimates(responses, recorded, scored, _steps(recipe, length), recording, disk, memory)
+
+
+def _live_bytes(recipe: Recipe, target: Size, width: int) -> int:
+    """Memory of a target that scores each step's texts: its weights, and keys and values of a forward, all on one device."""
+    if recipe.record.mode != "live":
+        return 0
+    tokens = recipe.train.per_device_train_batch_size * recipe.record.sequence_length
+    return (target.parameters() + tokens * target.layers * target.cache_values) * width
 
 
 def _tuning_bytes(recipe: Recipe, target: Size, width: int) -> float:
@@ -175,27 +182,31 @@ def _tuning_bytes(recipe: Recipe, target: Size, width: int) -> float:
     return float(target.parameters() * width + tokens * layers * ACTIVATIONS * target.hidden * width)
 
 
+def _sequences(recipe: Recipe, length: int) -> int:
+    """Recorded sequences to train on."""
+    per_text, r = math.ceil(length / recipe.record.sequence_length), recipe.record
+    return (recipe.respond.prompts + r.rollouts + r.replays) * per_text + math.ceil(r.document_tokens / r.sequence_length)
+
+
 def _steps(recipe: Recipe, length: int) -> int:
     """Optimizer steps on one device."""
     if recipe.train.max_steps > 0:
         return recipe.train.max_steps
-    pieces = math.ceil(recipe.record.document_tokens / recipe.record.sequence_length)
-    sequences = recipe.respond.prompts * math.ceil(length / recipe.record.sequence_length) + pieces
     per_step = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
-    return math.ceil(recipe.train.num_train_epochs * math.ceil(sequences / per_step))
+    return math.ceil(recipe.train.num_train_epochs * math.ceil(_sequences(recipe, length) / per_step))
 
 
-def _recording_bytes(recipe: Recipe, target: Size | None, train: int, heldout: int) -> float | None:
+def _recording_bytes(recipe: Recipe, target: Size | None, length: int, train: int, heldout: int) -> float | None:
     """Of ``train`` positions in the recipe's mode (``auto``: the larger of both) and ``heldout`` hidden states; None where the target's
-    size is needed and unknown."""
-    r, own = recipe.record, DTYPE_BYTES[resolved_dtype(recipe)]
-    id_bytes = 2 if target is not None and target.vocabulary <= 1 << 16 else 3
-    topk = POSITION_BYTES + LAW_BYTES + r.top_k * (id_bytes + r.logp_bits // 8)
-    if r.mode == "text" or r.server:  # no weights here: both sides are recorded alike
-        return float((train + heldout) * (POSITION_BYTES + 1 if r.mode == "text" else topk))
-    if target is None:
-        return float(train * topk) if r.mode == "topk" else None
-    states = lambda width: POSITION_BYTES + target.hidden * width  # noqa: E731
-    hidden = states({None: own, 8: 1.125, 16: 2}[r.hidden_bits])
-    each = {"topk": topk, "hidden": hidden, "auto": max(topk, hidden)}[r.mode]
-    return float(train * each + heldout * states(own))
+    size is needed and unknown. Of texts up to ``length`` tokens."""
+    r = recipe.record
+    sides = {"train": (_sequences(recipe, length), train), "heldout": (recipe.respond.heldout_prompts, heldout)}
+    away = bool(r.mode == "text" or r.server)  # no weights here: both sides are recorded alike
+    if target is None and not away:
+        if r.mode != "topk":
+            return None
+        del sides["heldout"]
+    of = lambda mode: recording_bytes(r, {"train": mode, "heldout": mode if away else "hidden"}, sides,  # noqa: E731
+                                      vocab=target.vocabulary if target else None, hidden=target.hidden if target else 0,
+                                      dtype_bytes=DTYPE_BYTES[resolved_dtype(recipe)])  # fmt: skip
+    return max(map(of, ("topk", "hidden") if r.mode == "auto" else (r.mode,)))

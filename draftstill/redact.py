@@ -101,6 +101,7 @@ class Redactor:
         """Replacements by kind."""
         self.rows = 0
         """Documents in which anything was replaced."""
+        self._outside = _Placeholders("")
 
     def replace(self, *values: Any, beside: str) -> list[Any]:
         """The values of one document with every string changed and keys kept; ``beside`` is all its text, whose own placeholders stay apart."""
@@ -110,6 +111,11 @@ class Redactor:
         made = [_mapped(value, lambda text: self._replace(text, names)) for value in values]
         self.rows += self.counts.total() > before
         return made
+
+    def outside(self, text: str) -> str:
+        """A text beside the documents, such as a row's name. Here one value has one placeholder as long as this redactor is used, and another value
+        another: names that differ still do."""
+        return self._replace(text, self._outside)
 
     def _replace(self, text: str, names: _Placeholders) -> str:
         for kind in self._kinds:

@@ -16,8 +16,8 @@ TITLES = {
     "corpus": ("prepare", "read the documents, group near-duplicates, split off the held-out ones"),
     "adapted": ("adapt", "the target is tuned on the documents and merged"),
     "responses": ("respond", "the target continues prompts cut from the documents"),
-    "recording": ("record", "the target's token distributions go to disk"),
-    "draft": ("train", "the draft learns those distributions"),
+    "recording": ("record", "what the draft will learn from goes to disk"),
+    "draft": ("train", "the draft learns from it"),
     "score": ("evaluate", "every candidate draft is decoded beside plain decoding"),
     "published": ("publish", "a folder that others can load"),
 }

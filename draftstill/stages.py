@@ -138,7 +138,9 @@ def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
     target: object = _identity(recipe.target)
     found = [corpus]
     if recipe.adapt is not None:
-        adapted = run.stage("adapted", {"corpus": corpus.fingerprint, "target": target, "dtype": resolved_dtype(recipe),
+        # Named where it is not a CPU: run folders made there do not know this key.
+        device = {} if resolved_device(recipe) == "cpu" else {"device": resolved_device(recipe)}
+        adapted = run.stage("adapted", {"corpus": corpus.fingerprint, "target": target, "dtype": resolved_dtype(recipe), **device,
                                         "adapt": recipe.adapt.model_dump(mode="json", exclude={"save_steps"})})  # fmt: skip
         target = {"adapted": adapted.fingerprint}
         found.append(adapted)
@@ -158,13 +160,15 @@ def stages(recipe: Recipe, run: RunFolder) -> dict[str, Stage]:
     scored: dict[str, object] = {"draft": fingerprints, "evaluate": recipe.evaluate.decisive(), "head_tokens": heads}
     if recipe.evaluate.domains:
         scored["domains"] = {name: text_content_of(d) for name, d in recipe.evaluate.domains.items()}
+    if recipe.evaluate.stock:
+        scored["stock"] = {name: content_of(s.source) for name, s in recipe.evaluate.stock.items()}
     score = run.stage("score", scored)
     sending = {"repo_id", "private", "pull_request", "tag", "collection"}  # where it goes, not what it is
     published = run.stage("published", {"score": score.fingerprint, "publish": recipe.publish.model_dump(mode="json", exclude=sending)})
     return {s.name: s for s in (*found, responses, recording, *drafts, score, published)}
 
 
-_LATER = ("lora", "phases", "init_from", "packing", "gradient_checkpointing", "ema_decay", "early_stopping_patience")
+_LATER = ("lora", "phases", "init_from", "packing", "gradient_checkpointing", "ema_decay", "early_stopping_patience", "live")
 """Keys of ``train`` that older run folders do not know. At its default such a key stands for what those did, so it is left out."""
 
 
@@ -200,7 +204,7 @@ def _respond(recipe: Recipe) -> dict[str, Any]:
 def _record(recipe: Recipe) -> dict[str, Any]:
     """What decides the recording; see ``_respond``."""
     settings = recipe.record
-    found = settings.model_dump(mode="json", exclude={"mirror"} | ({"server"} if settings.server is None else set()))
+    found = settings.model_dump(mode="json", exclude={"mirror", "max_refused"} | ({"server"} if settings.server is None else set()))
     if settings.server:
         found["server"] = settings.server.model_dump(mode="json", exclude=_MANNERS)
     return found

@@ -23,6 +23,7 @@ from draftstill.decode import (
     Network,
     Sampling,
     bigram_table,
+    load_draft,
     load_target,
     make_network,
 )
@@ -33,7 +34,7 @@ from draftstill.stages import TUNED, candidate_recipes, resolved_device, resolve
 from draftstill.train import build_draft
 
 PLAIN = "plain"
-Kind = Literal["plain", "untuned", "tuned", "lookup", "bigram", "composite"]
+Kind = Literal["plain", "stock", "untuned", "tuned", "lookup", "bigram", "composite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def arms_of(recipe: Recipe, trained: Mapping[str, Recipe] | None = None) -> dict
     """
     own = dict(trained or candidate_recipes(recipe))
     settings = recipe.evaluate
-    found = [Arm(PLAIN, "plain", (0,))]
+    found = [Arm(PLAIN, "plain", (0,)), *(Arm(f"stock:{n}", "stock", settings.swept, f"stock:{n}") for n in settings.stock)]
     for kind in settings.candidates:
         if kind == "lookup":
             found.append(Arm(kind, kind, (settings.lookup_gamma,)))
@@ -96,7 +97,7 @@ class Bench:
     recipe: Recipe
     target: Loaded
     drafts: dict[str, Network]
-    """By arm (untuned) or candidate: with the head that the decoder drafts from."""
+    """By arm (stock, untuned) or candidate: with the head that the decoder drafts from."""
     table: Tensor | None = None
     """The bigram table."""
     names: tuple[str, ...] = ()
@@ -165,7 +166,8 @@ def open_bench(recipe: Recipe, draft: Path | Mapping[str, Path], *, dtype: str |
     device = resolved_device(recipe)
     own = {name: r for name, r in candidate_recipes(recipe).items() if name in folders}
     wanted = set(recipe.evaluate.candidates)
-    drafts: dict[str, Network] = {}
+    drafts = {f"stock:{name}": load_draft(named, f"evaluate.stock.{name}.source", target, recipe, dtype=dtype)
+              for name, named in recipe.evaluate.stock.items()}  # fmt: skip
     if "untuned" in wanted:
         for candidate, arm in starts_of(own).items():
             if arm not in drafts:

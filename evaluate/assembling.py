@@ -114,9 +114,10 @@ def row(cells: Cells, costs: Costs, found: Found, arm: Arm, gamma: int) -> Row:
             out["speedup"] = paired_ratio(*seconds(found, arm.name, gamma), **bootstrap(recipe)).to_json()
             accepted = pooled_ratio(*_sums(traces, "accepted", "proposed"), **bootstrap(recipe))
             out["acceptance"] = None if accepted is None else accepted.to_json()
-        if arm.kind in ("tuned", "untuned"):  # the formulas speak of one drafter that always proposes gamma tokens
+        alone = arm.kind in ("stock", "tuned", "untuned")
+        if alone:  # the formulas speak of one drafter that always proposes gamma tokens
             out |= {"break_even": break_even(gamma, out["c"], out["v"]), "ceiling": ceiling(gamma, out["c"], out["v"])}
-        out["counts"] = counts(recipe, costs, arm, counted, alpha if arm.kind in ("tuned", "untuned") else None, gamma)
+        out["counts"] = counts(recipe, costs, arm, counted, alpha if alone else None, gamma)
     out["per_prompt"] = [
         {"prompt": cell[arm.name, gamma]["prompt"], "seconds": t.decode_s, "plain_seconds": cell[arm.name, gamma]["plain_s"], "prefill_s": t.prefill_s,
          "emitted": len(t.tokens), "rounds": len(t.rounds), "proposed": sum(r.proposed for r in t.rounds), "accepted": sum(r.accepted for r in t.rounds)}

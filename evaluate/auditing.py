@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftstill.corpus import prepare_corpus, read_documents
+from draftstill.corpus import prepare_corpus, stored_documents
 from draftstill.decode import load_target
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.audit import audit, failures
@@ -25,7 +25,7 @@ def audit_run(recipe: Recipe, run: RunFolder) -> list[str]:
     if not recipe.evaluate.audit_prompts:
         raise DraftstillError("the recipe audits no prompts", key="evaluate.audit_prompts", value=0, mend="give a number, for example 4")
     folders = train_all(recipe, run)
-    documents = read_documents(prepare_corpus(recipe, run), "test")
+    documents = stored_documents(prepare_corpus(recipe, run), "test")
     prompts = held_out(recipe, documents, load_target(recipe).tokenizer, recipe.evaluate.audit_prompts)
     say(f"audit of {', '.join(folders)} on {len(prompts)} held-out prompts")
     found = audit(recipe, folders, prompts, thorough=True)

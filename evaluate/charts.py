@@ -59,7 +59,7 @@ def svg(width: float, height: float, body: Sequence[str], label: str, kind: str 
 
 def marker(key: str, x: float, y: float, size: float = 4.5) -> str:
     css = f'class="c-{key}"'
-    if key in ("untuned", "more1"):
+    if key in ("untuned", "more1", "stock"):
         return f'<rect {css} x="{x - size + 0.5:g}" y="{y - size + 0.5:g}" width="{2 * size - 1:g}" height="{2 * size - 1:g}"/>'
     if key in ("lookup", "more2"):
         return f'<path {css} d="M{x:g} {y - size:g}l{size:g} {2 * size:g}h{-2 * size:g}z"/>'

@@ -19,7 +19,7 @@ def conditions(score: Score) -> list[tuple[str, str]]:
         found.append((f"draft {name}" if several else "draft", _draft(d)))
     found += [
         ("corpus", f"{k['source']}: {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for this score; "
-         f"{k['recorded_tokens']:,} tokens recorded"),
+         f"{k['recorded_tokens']:,} tokens to learn from"),
         ("prompts", prompts(score)),
         ("sampler", f"temperatures {', '.join(f'{x:g}' for x in c['temperatures'])}, top_k {c['top_k']}, top_p {c['top_p']:g}, seed {c['seed']}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, flags {' '.join(m['cpu_flags']) or 'none'}"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from draftstill.corpus import Document, prepare_corpus, read_documents
+from draftstill.corpus import Document, iter_documents, prepare_corpus, stored_documents
 from draftstill.dedupe import seen_shares
-from draftstill.distill import Prompt, cut_prompts
+from draftstill.distill import Prompt, Refusals, cut_prompts
 from draftstill.errors import DraftstillError
+from draftstill.gathering import Gathering, content_digest
 from draftstill.progress import say
-from draftstill.readers import read_rows
 from draftstill.recipe import OWN, Corpus, Recipe
 from draftstill.runfolder import RunFolder, Stage
 
@@ -36,15 +38,15 @@ def domains(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], tokenize
     """
     settings = recipe.evaluate
     folder = prepare_corpus(recipe, run)
-    own = held_out(recipe, read_documents(folder, "test"), tokenizer, max(settings.prompts, settings.audit_prompts))
+    own = held_out(recipe, stored_documents(folder, "test"), tokenizer, max(settings.prompts, settings.audit_prompts))
     share = found["corpus"].facts().get("heldout_13grams_in_train", {}).get("test")
     facts = {"source": recipe.corpus.source, "documents": found["corpus"].facts()["splits"]["test"]["documents"], "seen_in_training": share}
     made = [Domain(OWN, own, facts)]
     if settings.domains:
-        training = [d.text for split in ("train", "validation") for d in read_documents(folder, split)]
+        trained = {content_digest(d.text, d.messages, d.tools) for d in _trained(folder)}
         for name, corpus in settings.domains.items():
-            documents = _documents(name, corpus, set(training))
-            share = round(seen_shares(training, {name: (d.text for d in documents)})[name], 4)
+            documents = _documents(name, corpus, trained, run.path)
+            share = round(seen_shares((d.text for d in _trained(folder)), {name: (d.text for d in documents)})[name], 4)
             if share > _LEAK:
                 say(
                     f"  evaluate.domains.{name}: {share:.0%} of its 13-word passages stand in the training text; its figures flatter the draft"
@@ -58,30 +60,41 @@ def domains(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], tokenize
     return made
 
 
-def _documents(name: str, corpus: Corpus, trained: set[str]) -> list[Document]:
-    """Its documents as the corpus stage would keep them, without those that were trained on or validated with."""
-    known, kept = set(trained), []
-    for row in read_rows(corpus):
-        text = (row.text or "").strip()
-        if row.reason is None and len(text) >= corpus.min_chars and text not in known:
-            known.add(text)
-            kept.append(Document(row.id, "test", row.id, text))
-            if len(kept) == corpus.max_documents:
-                break
+def _trained(folder: Path) -> Iterator[Document]:
+    """What a draft learnt from or was chosen by."""
+    return (d for split in ("train", "validation") for d in iter_documents(folder, split))
+
+
+def _documents(name: str, corpus: Corpus, trained: Collection[bytes], work: Path) -> list[Document]:
+    """Its documents and conversations as the corpus stage would keep them, without those that were trained on or validated with."""
+    gathered = Gathering(corpus, work, trained)
+    gathered.gather()
+    if gathered.lost and corpus.damaged == "refuse":
+        first = gathered.lost[0]
+        raise DraftstillError(f"the rest of a file cannot be read, from {first.id} on: {first.reason}", key=f"evaluate.domains.{name}.damaged",
+                              value=corpus.damaged, mend="fetch or write the file again; or set it to keep, and do without the rest")  # fmt: skip
+    kept = [Document(i, "test", i, **json.loads(line)) for i, line in zip(gathered.ids, gathered.kept(), strict=True)]
     if not kept:
-        raise DraftstillError("holds no document that can be scored", key=f"evaluate.domains.{name}.source", value=corpus.source,
-                              mend="give text that was not trained on, or lower min_chars")  # fmt: skip
+        told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(gathered.reasons.items()))
+        raise DraftstillError("holds no document that can be scored" + (f" ({told})" if told else ""), key=f"evaluate.domains.{name}.source",
+                              value=corpus.source, mend="give text that was not trained on, or lower min_chars")  # fmt: skip
     return kept
 
 
 def held_out(recipe: Recipe, documents: list[Document], tokenizer: Any, count: int, name: str = OWN) -> list[Prompt]:
-    """The first prompts of a held-out text: what score, audit and server see. Asking for more only adds, as long as no kind of document runs out.
+    """The first prompts of a held-out text: what score, audit and server see; conversations go through the target's chat template. Asking for more
+    only adds, as long as no kind of document runs out.
 
     Raises:
-        DraftstillError: no document is as long as a prompt.
+        DraftstillError: no document is as long as a prompt, no conversation makes one, or there is no template for them.
     """
-    prompts = cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed)
+    refusals = Refusals()
+    prompts = cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed, refusals=refusals)
     where = "" if name == OWN else f" of evaluate.domains.{name}"
+    if not prompts and refusals.rows:
+        told = ", ".join(f"{times:,} {reason}" for reason, times in refusals.counts().items())
+        raise DraftstillError(f"no prompt could be made of the held-out conversations{where}: {told}", key="respond.chat_tokens",
+                              value=recipe.respond.chat_tokens, mend="raise it, or look at the conversations and at the target's chat template")  # fmt: skip
     if not prompts:
         raise DraftstillError(f"no held-out document{where} is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or raise corpus.heldout_fraction" if name == OWN

@@ -78,11 +78,16 @@ def _measure(recipe: Recipe, run: RunFolder, score: Mapping[str, Any], work: Pat
     found = stages(recipe, run)
     own = {n: r for n, r in candidate_recipes(recipe).items() if failure(found[draft_stage(n)]) is None}
     kinds = tuple(dict.fromkeys(r["kind"] for r in chosen.values()))
+    arms = {r["arm"] for r in chosen.values()}
+    wanted = {
+        "candidates": tuple(k for k in kinds if k != "stock"),
+        "stock": {n: s for n, s in recipe.evaluate.stock.items() if f"stock:{n}" in arms},
+    }
     names = [r["candidate"] for r in chosen.values() if r["candidate"]] or [score.get("publish") or next(iter(own))]
     folders = {n: found[draft_stage(n)].folder for n in own if n in names or "untuned" in kinds}
     # Names stay those of the score: only what is not run is left out.
     bench = replace(
-        open_bench(recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"candidates": kinds})}), folders),
+        open_bench(recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update=wanted)}), folders),
         names=tuple(own),
     )
     prompts = domains(recipe, run, found, bench.target.tokenizer)[0].prompts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftstill.corpus import read_documents
+from draftstill.corpus import stored_documents
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.exporter import TargetFacts, load_model_folder
 from draftstill.evaluate.gguf_tokens import tokens_of_folder, tokens_of_gguf
@@ -57,7 +57,7 @@ def published_alpha(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], 
 def _prompts(recipe: Recipe, found: Mapping[str, Stage], tokenizer: Any, count: int) -> list[Any]:
     from draftstill.evaluate.domains import held_out
 
-    return held_out(recipe, read_documents(found["corpus"].folder, "test"), tokenizer, count)
+    return held_out(recipe, stored_documents(found["corpus"].folder, "test"), tokenizer, count)
 
 
 def served_beside_ours(recipe: Recipe, run: RunFolder, folder: Path, target: TargetFacts, gamma: int) -> dict[str, Any]:

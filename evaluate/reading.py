@@ -11,7 +11,7 @@ from draftstill.errors import DraftstillError
 
 Score = Mapping[str, Any]
 Row = Mapping[str, Any]
-KINDS = ("plain", "untuned", "tuned", "lookup", "bigram", "composite")
+KINDS = ("plain", "stock", "untuned", "tuned", "lookup", "bigram", "composite")
 OWN = "own"
 """Name of the run's own text among the domains."""
 SCHEMAS = (1, 2)

@@ -34,7 +34,7 @@ from draftstill.progress import Progress, say
 from draftstill.recipe import OWN, Recipe
 from draftstill.recipe_io import fingerprint
 from draftstill.runfolder import RunFolder, Stage, hash_file, read_json, versions, write_json
-from draftstill.stages import candidate_recipes, draft_stage, stages
+from draftstill.stages import candidate_recipes, content_of, draft_stage, stages
 from draftstill.train import train_all
 
 Score = dict[str, Any]
@@ -101,6 +101,10 @@ def _drafts(bench: Bench, folders: Mapping[str, Path], found: Mapping[str, Stage
     own = candidate_recipes(bench.recipe)
     for name, arm in bench.arms.items():
         if arm.draft is None or arm.draft in made:
+            continue
+        if arm.kind == "stock":
+            named = bench.recipe.evaluate.stock[name.partition(":")[2]]
+            made[arm.draft] = [named.model_dump(mode="json"), content_of(named.source)]
             continue
         candidate = arm.candidate or name.partition(":")[2] or next(iter(folders))
         head = own[candidate].draft.head_tokens

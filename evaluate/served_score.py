@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftstill.corpus import prepare_corpus, read_documents
+from draftstill.corpus import prepare_corpus, stored_documents
 from draftstill.decode import load_target
 from draftstill.distill import Answer, Ask, Client, Prompt, seed_of
 from draftstill.errors import DraftstillError
@@ -113,7 +113,7 @@ def score_server(recipe: Recipe, run: RunFolder, url: str, baseline_url: str | N
         raise DraftstillError("the baseline is the same kind of server, started without the draft, at an address of its own", key="--baseline-server",
                               value=baseline_url, mend="start it a second time without the draft")  # fmt: skip
     target = load_target(recipe)
-    documents = read_documents(prepare_corpus(recipe, run), "test")
+    documents = stored_documents(prepare_corpus(recipe, run), "test")
     prompts = held_out(recipe, documents, target.tokenizer, recipe.evaluate.prompts)
     found = measure(recipe, prompts, served, baseline)
     found["own"] = own_figures(score, found)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 PARTS = ("draft", "verify", "sample", "host")
 """Of a round's time, as they stand in a trace."""
-SERIES = ("plain", "untuned", "tuned", "lookup", "bigram", "composite", "more1", "more2", "more3", "more4")
+SERIES = ("plain", "stock", "untuned", "tuned", "lookup", "bigram", "composite", "more1", "more2", "more3", "more4")
 """Lines and markers that a chart can have, each in its own colour."""
 
 _SHEET = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1b1f24;--soft:#59636e;--line:#d5dae0;--panel:#f5f7f9;
 --slow:#d1242f18;--good:#116932;--maybe:#8a5a00;--bad:#b3202a;
---plain:#6e7781;--untuned:#c26a00;--bigram:#7a5c00;--tuned:#0a5fb4;--lookup:#0f7b5f;--composite:#a03e86;
---more1:#5b4bb7;--more2:#b3202a;--more3:#3c6e00;--more4:#00707c;
+--plain:#6e7781;--stock:#5b4bb7;--untuned:#c26a00;--bigram:#7a5c00;--tuned:#0a5fb4;--lookup:#0f7b5f;--composite:#a03e86;
+--more1:#9a3b6a;--more2:#b3202a;--more3:#3c6e00;--more4:#00707c;
 --draft:#0a5fb4;--verify:#9aa5b1;--sample:#d08700;--host:#6b4a94;--acc:#bfe5c8;--cor:#ffd3bd;--bon:#c6dcfb}
 @media(prefers-color-scheme:dark){:root{--bg:#14171b;--ink:#e6eaee;--soft:#9da7b1;--line:#353c44;--panel:#1d2228;
 --slow:#ff6b6b1f;--good:#56d68a;--maybe:#e3b341;--bad:#ff7b72;
---plain:#8b949e;--untuned:#f0963c;--bigram:#c9a227;--tuned:#5aa9ff;--lookup:#3fc79a;--composite:#e58ac8;
---more1:#a99bf5;--more2:#ff7b72;--more3:#9bd14b;--more4:#4fd0dc;
+--plain:#8b949e;--stock:#a99bf5;--untuned:#f0963c;--bigram:#c9a227;--tuned:#5aa9ff;--lookup:#3fc79a;--composite:#e58ac8;
+--more1:#f09abf;--more2:#ff7b72;--more3:#9bd14b;--more4:#4fd0dc;
 --draft:#5aa9ff;--verify:#68737f;--sample:#e3b341;--host:#b392f0;--acc:#1d4d2c;--cor:#6b3216;--bon:#1d3f70}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1080px;padding:24px 20px 60px;background:var(--bg);color:var(--ink);

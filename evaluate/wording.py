@@ -10,11 +10,12 @@ from draftstill.evaluate.reading import Score, acceptance, arms_at, as_read, has
 
 
 class Names(dict[str, str]):
-    """What arms are called. ``untuned:NAME`` and ``composite:NAME`` belong to a candidate; any other name is a candidate's own."""
+    """What arms are called. ``untuned:NAME`` and ``composite:NAME`` belong to a candidate, ``stock:NAME`` is an existing draft; any
+    other name is a candidate's own."""
 
-    def __init__(self, named: Mapping[str, str], untuned: str, composite: str) -> None:
+    def __init__(self, named: Mapping[str, str], untuned: str, composite: str, stock: str) -> None:
         super().__init__(named)
-        self._forms = {"untuned": untuned, "composite": composite}
+        self._forms = {"untuned": untuned, "composite": composite, "stock": stock}
 
     def __missing__(self, arm: str) -> str:
         kind, _, candidate = arm.partition(":")
@@ -32,6 +33,7 @@ ARMS = Names(
     },
     "{} before training",
     "lookup, then {}",
+    "{} as it is",
 )
 IN_A_SENTENCE = Names(
     {
@@ -43,6 +45,7 @@ IN_A_SENTENCE = Names(
     },
     "{} before training",
     "lookup with {} behind it",
+    "{} as it is",
 )
 BUSY_CORES = 0.2
 """Above this many cores taken by other processes, timings are called untrustworthy."""

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -29,6 +29,8 @@ from draftstill.train.adapter import check_layers, with_adapter
 from draftstill.train.build import refuse_untrainable
 from draftstill.train.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, load_tensors, model_tensors, save_checkpoint
 from draftstill.train.data import Order
+from draftstill.train.devices import repeatable
+from draftstill.train.interrupts import terminated, termination
 from draftstill.train.lessons import Piece, in_batches, lesson, packed, pieces
 from draftstill.train.schedule import learning_rate
 from draftstill.vocabulary import real_size
@@ -42,6 +44,7 @@ def adapt(recipe: Recipe, run: RunFolder) -> Path:
     Raises:
         DraftstillError: no section ``adapt``, or a layer that cannot take an adapter.
         NonFiniteLoss: before the optimizer step that it would have poisoned.
+        Terminated: SIGTERM came; the step it came in is finished, and saved.
     """
     if recipe.adapt is None:
         raise DraftstillError(
@@ -52,9 +55,10 @@ def adapt(recipe: Recipe, run: RunFolder) -> Path:
     stage = stages(recipe, run)["adapted"]
     if stage.done:
         return stage.folder
-    tuning = Tuning(recipe, recipe.adapt, corpus, stage.begin())
-    tuning.run()
-    facts = tuning.save(stage.work / "model")
+    with repeatable(resolved_device(recipe)):
+        tuning = Tuning(recipe, recipe.adapt, corpus, stage.begin())
+        tuning.run()
+        facts = tuning.save(stage.work / "model")
     folder = stage.finish(**facts)
     drop_checkpoints(folder)  # not before: after a kill the next attempt must still find them
     (folder / "best.safetensors").unlink()
@@ -109,24 +113,40 @@ class Tuning:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
+        self.saved: int | None = None
+        """Step of the newest checkpoint."""
 
     def run(self) -> None:
-        """All steps that are left."""
+        """All steps that are left.
+
+        Raises:
+            Terminated: SIGTERM came; the step it came in is finished, and saved.
+        """
         self._resume()
-        if self.step == 0:
-            self._measure()
         started, begun = time.monotonic(), self.seconds
         total = sum(self._count(self._drawn(step)) for step in range(self.steps))
-        with Progress("adapt", total, "tokens", done=self.tokens) as progress:
+        with termination() as told, Progress("adapt", total, "tokens", done=self.tokens) as progress:
+            self._measure_if_due()
             while self.step < self.steps:
                 loss = self._optimize()
                 self.step += 1
                 self.seconds = begun + time.monotonic() - started
                 progress.update(self.tokens, f"loss {loss:.3f}")
-                if self.step % self.settings.eval_steps == 0 or self.step == self.steps:
-                    self._measure()
+                if told.is_set():
+                    self._end()
+                # Before the measurement, which may take longer than a scheduler's patience: an attempt that goes on here makes up for it.
                 if self.step % self.settings.save_steps == 0 and self.step < self.steps:
-                    save_checkpoint(self.work, self.adapter, self.optimizer, self._state(), 1)
+                    self._save_checkpoint()
+                self._measure_if_due()
+        # Outside of ``termination``, so that none is lost: SIGTERM ends the process by itself from here on.
+        if told.is_set():
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """SIGTERM came: save, and end."""
+        if self.saved != self.step:
+            self._save_checkpoint()
+        raise terminated(self.step, quiet=False)
 
     def _drawn(self, step: int) -> list[list[Piece]]:
         return [self.rows[i] for i in self.order.take(step * self.per_step, self.per_step)]
@@ -181,6 +201,12 @@ class Tuning:
             total, count = total + float(found["loss"].sum()), count + len(batch.token_N)
         return total / count
 
+    def _measure_if_due(self) -> None:
+        """At the start, every ``eval_steps`` and at the end; once, however often a restart comes to the same step."""
+        due = self.step % self.settings.eval_steps == 0 or self.step == self.steps
+        if due and not (self.curve and self.curve[-1]["step"] == self.step):
+            self._measure()
+
     def _measure(self) -> None:
         """Held-out perplexity; keeps the adapter of the best so far."""
         value = self.nll()
@@ -193,10 +219,15 @@ class Tuning:
     def _state(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in ("step", "tokens", "seconds", "curve", "best")}
 
+    def _save_checkpoint(self) -> None:
+        self.saved = self.step
+        save_checkpoint(self.work, self.adapter, self.optimizer, self._state(), 1)
+
     def _resume(self) -> None:
         if found := checkpoints(self.work):
             for name, value in load_checkpoint(found[-1], self.adapter, self.optimizer).items():
                 setattr(self, name, value)
+            self.saved = self.step
 
     def save(self, folder: Path) -> dict[str, Any]:
         """The merged target of the best step as a transformers folder; returns what the stage has to tell."""

@@ -96,6 +96,12 @@ def preflight(recipe: Recipe, *, memory: bool = False) -> None:
         fresh_config(recipe, config)
     draft_size(recipe.draft, size_of(config.to_dict()), own_size)
     check_head_tokens(recipe, vocab)
+    for name, named in recipe.evaluate.stock.items():
+        key = f"evaluate.stock.{name}.source"
+        stock = resolve_model(named, key)
+        stock_config = load_config(stock)
+        refuse_unsupported(stock_config, key)
+        check_vocabulary(tokenizer, load_tokenizer(stock), config.vocab_size, stock_config.vocab_size, key)
     check_training(recipe, config, own_config, rows, vocab, memory=memory)
     _say_unused(recipe.draft)
 

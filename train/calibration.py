@@ -25,6 +25,7 @@ from draftstill.runfolder import read_json, write_json
 from draftstill.sizes import draft_size, size_of
 from draftstill.stages import content_of, resolved_device
 from draftstill.train.layer_search import search_layers
+from draftstill.train.live import Live, replicated
 from draftstill.train.pruning import importance, largest, only_layers
 
 FOLDER = "calibration"
@@ -110,7 +111,9 @@ def _measure(recipe: Recipe, model: Any, target_head: Tensor, recording: Recordi
     size = draft_size(draft, base, base)
     assert base is not None and size is not None
     temperature = float(recording.manifest.get("temperature", recipe.record.temperature))
-    pieces = sample(recording, draft.search.positions, target_head.to(device), temperature, recipe.seed)
+    live = replicated(recipe) if recording.mode == "live" else None
+    pieces = sample(recording, draft.search.positions, target_head.to(device), temperature, recipe.seed, live)
+    del live  # before the model to cut takes its place
     positions = sum(len(p.rows_N) for p in pieces)
     found: dict[str, Any] = {"positions": positions, "temperature": temperature, "groups": None, "units": None}
     model.to(device)
@@ -132,8 +135,14 @@ def _measure(recipe: Recipe, model: Any, target_head: Tensor, recording: Recordi
     return found
 
 
-def sample(recording: Recording, positions: int, target_head: Tensor, temperature: float, seed: int) -> list[Piece]:
-    """Recorded sequences drawn by the seed until they hold ``positions`` supervised positions; what the target wrote where there is any."""
+def sample(
+    recording: Recording, positions: int, target_head: Tensor, temperature: float, seed: int, live: Live | None = None
+) -> list[Piece]:
+    """Recorded sequences drawn by the seed until they hold ``positions`` supervised positions; what the target wrote where there is any.
+
+    Args:
+        live: the target, for a recording that holds no laws.
+    """
     indices = [i for i in range(len(recording)) if recording.kind(i) == "response" and recording.supervised(i)]
     indices = indices or [i for i in range(len(recording)) if recording.supervised(i)]
     order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed_of(seed, FOLDER))).tolist()
@@ -143,12 +152,15 @@ def sample(recording: Recording, positions: int, target_head: Tensor, temperatur
             break
         item = recording[indices[place]]
         rows = item.rows[:positions]
-        if item.hidden is None:
+        hidden = None if item.hidden is None else item.hidden[rows]
+        if live is not None:
+            hidden = live.hidden(recording, [indices[place]])[: len(rows)]
+        if hidden is None:
             assert item.ids is not None and item.p is not None
             ids, p = item.ids[rows, :_IDS], item.p[rows, :_IDS]
         else:
             with torch.inference_mode():
-                law = ((item.hidden[rows].to(target_head) @ target_head.T).float() / temperature).softmax(-1)
+                law = ((hidden.to(target_head) @ target_head.T).float() / temperature).softmax(-1)
                 p, ids = (x.cpu() for x in law.topk(min(_IDS, law.shape[-1]), -1))
         pieces.append(Piece(item.tokens, rows, ids.long(), p.float()))
         positions -= len(rows)

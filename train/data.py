@@ -116,6 +116,8 @@ def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None
 
     Args:
         attention: pack several sequences into a row where that is cheaper, by this ``pack`` cost; None: never.
+
+    Of a recording of mode ``live`` the teacher's hidden states are left to whoever asks the target for them (``live.Live.hidden``).
     """
     items = [recording[i] for i in indices]
     lengths = [len(x.tokens) for x in items]
@@ -127,8 +129,10 @@ def collate(recording: Recording, indices: Sequence[int], head_VH: Tensor | None
         ids[b, first : first + len(x.tokens)] = x.tokens
         at[b, first : first + len(x.tokens)] = torch.arange(len(x.tokens))
     cut = lambda name: torch.cat([getattr(x, name)[r] for x, r in zip(items, rows, strict=True)])  # noqa: E731
-    hidden = recording.mode == "hidden"
-    teacher = Teacher(hidden_NH=cut("hidden"), head_VH=head_VH) if hidden else Teacher(cut("ids"), cut("p"), cut("tail"))
+    if recording.mode in ("hidden", "live"):
+        teacher = Teacher(hidden_NH=None if recording.mode == "live" else cut("hidden"), head_VH=head_VH)
+    else:
+        teacher = Teacher(cut("ids"), cut("p"), cut("tail"))
     teacher.token_N = torch.cat([x.written[r] for x, r in zip(items, rows, strict=True)])
     counted = torch.cat([torch.arange(len(r)) for r in rows])
     flat = torch.cat([r + b * width + first for (b, first), r in zip(places, rows, strict=True)])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from draftstill.distill import LOSS_TERMS, STATS, Recording
 from draftstill.errors import DraftstillError
-from draftstill.progress import Progress, say
+from draftstill.progress import Progress, duration, say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, save_tensors
 from draftstill.stages import trains_in_bf16
@@ -28,6 +28,7 @@ from draftstill.train.data import learnable
 from draftstill.train.devices import Twin, is_deepspeed, load_engine, prepare, refuse_engine_checkpoint, save_engine, sharded
 from draftstill.train.heldout import MEASURED, HeldOut, told
 from draftstill.train.interrupts import anywhere, terminated, termination
+from draftstill.train.live import live_target
 from draftstill.train.measuring import agreed, held_out, refuse_not_finite
 from draftstill.train.meter import Meter
 from draftstill.train.module import DistilledDraft, attention_share
@@ -78,6 +79,8 @@ class Job:
         self.twin = Twin(self.draft.model, self.adapted) if sharded(accelerator) else None
         self.wrapped, self.optimizer = prepare(self, optimizer)
         self.average = Average(self.module.model, settings.ema_decay) if settings.ema_decay else None
+        self.live = live_target(recipe, device, accelerator.num_processes) if self.recording.mode == "live" else None
+        """The target, where no laws are recorded."""
         self.meter = Meter(device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict[str, Any]] = []
@@ -149,6 +152,11 @@ class Job:
         # Outside of ``termination``, so that none is lost: SIGTERM ends the process by itself from here on.
         if anywhere(self.accelerator, self.told):
             self._end()
+        if self.live is not None and main:
+            self.meter.scoring.settle()
+            say(
+                f"  train: the target's own forwards took {duration(self.meter.scoring.seconds)} of this attempt's {duration(self.seconds - begun)}"
+            )
         if self.stopped_early and main:
             say(f"  train: no better held-out {MEASURED[self.heldout.mode]} in {stale(self.curve)} measurements; stopped after step {self.step} of "
                 f"{self.steps}")  # fmt: skip

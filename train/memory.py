@@ -11,6 +11,7 @@ import torch
 from draftstill.errors import DraftstillError
 from draftstill.machine import memory_gib
 from draftstill.recipe import Train
+from draftstill.sizes import size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +24,40 @@ class Need:
     """Gradients and AdamW's moments."""
     activations: int
     """What one forward keeps for its backward."""
+    live: int = 0
+    """A target that scores each step's texts (``live_need``)."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.training + self.activations
+        return self.weights + self.training + self.activations + self.live
 
 
-def need(model: Any, settings: Train, target_head: torch.Tensor, tokens: int, compute: torch.dtype, shards: int = 1) -> Need:
+def live_need(config: Any, dtype: torch.dtype, tokens: int, shards: int = 1) -> int:
+    """Bytes of a live target beside its head: its weights, and the keys and values of a forward; of a sharded one its part of the weights, and
+    the largest piece that is gathered.
+
+    Args:
+        config: the target's.
+        tokens: positions of a forward, padding included.
+        shards: processes over which its weights are spread.
+    """
+    size = size_of(config.to_dict())
+    assert size is not None  # of all families that are trained
+    embedding = size.vocabulary * size.hidden
+    weights = embedding + size.layers * size.layer_parameters
+    if shards == 1:
+        return (weights + tokens * size.layers * size.cache_values) * dtype.itemsize
+    return (weights // shards + max(embedding, size.layer_parameters)) * dtype.itemsize
+
+
+def need(model: Any, settings: Train, target_head: torch.Tensor, tokens: int, compute: torch.dtype, shards: int = 1, live: int = 0) -> Need:
     """Of one optimizer step.
 
     Args:
         tokens: positions of a forward, padding included.
         compute: dtype of the matrix products.
         shards: processes over which weights, gradients and moments are spread.
+        live: ``live_need``.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     own = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -44,7 +66,7 @@ def need(model: Any, settings: Train, target_head: torch.Tensor, tokens: int, co
     numbers = _kept_by_a_layer(model.config)
     layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
     kept = layers * hidden + numbers if settings.gradient_checkpointing else layers * numbers
-    return Need(weights, 3 * 4 * trained // shards, tokens * kept * compute.itemsize)
+    return Need(weights, 3 * 4 * trained // shards, tokens * kept * compute.itemsize, live)
 
 
 def _kept_by_a_layer(config: Any) -> int:
@@ -74,8 +96,14 @@ def check_memory(found: Need, settings: Train, tokens: int, device: torch.device
         return
     gib = lambda count: f"{count / 2**30:,.1f} GiB"  # noqa: E731
     parts = f"weights {gib(found.weights)}, gradients and moments {gib(found.training)}, activations of {tokens:,} positions {gib(found.activations)}"
+    if found.live:
+        parts += f", the live target {gib(found.live)}"
     problem = f"a step needs at least {gib(found.total)} ({parts}); there are {gib(has)}"
-    if found.total - found.activations > has:
+    fixed = found.total - found.activations
+    if fixed > has >= fixed - found.live:
+        raise DraftstillError(problem, key="record.mode", value="live",
+                              mend="record.mode: topk or hidden keeps the target out of the training; train.live: shard divides it over processes")  # fmt: skip
+    if fixed > has:
         raise DraftstillError(
             problem, key="draft", mend="take a smaller draft, train adapters (train.lora), or shard it over several devices"
         )

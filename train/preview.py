@@ -14,7 +14,7 @@ from draftstill.sizes import draft_size, size_of
 from draftstill.stages import resolved_device, resolved_dtype, trains_in_bf16
 from draftstill.train.checkpoint import check_start
 from draftstill.train.fresh import fresh_config
-from draftstill.train.memory import check_memory, need
+from draftstill.train.memory import check_memory, live_need, need
 from draftstill.train.setup import attach
 
 
@@ -82,7 +82,8 @@ def check_training(recipe: Recipe, config: Any, own: Any, rows: int | None, voca
         tokens = longest(recipe) * settings.per_device_train_batch_size
         head = torch.empty(vocab, config.hidden_size, dtype=getattr(torch, resolved_dtype(recipe)), device="meta")
         compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
-        check_memory(need(model, settings, head, tokens, compute), settings, tokens, torch.device(resolved_device(recipe)))
+        live = live_need(config, head.dtype, tokens) if recipe.record.mode == "live" else 0
+        check_memory(need(model, settings, head, tokens, compute, live=live), settings, tokens, torch.device(resolved_device(recipe)))
 
 
 def longest(recipe: Recipe) -> int:

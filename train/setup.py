@@ -13,7 +13,7 @@ from draftstill.recipe import Adapt, Recipe, Train
 from draftstill.sources import load_config, load_tokenizer, resolve_model
 from draftstill.stages import served_target
 from draftstill.train.adapter import check_layers, with_adapter
-from draftstill.train.memory import check_memory, need
+from draftstill.train.memory import check_memory, live_need, need
 from draftstill.vocabulary import real_size, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def check_head_tokens(recipe: Recipe, vocab: int) -> None:
             raise DraftstillError(
                 f"as many head tokens as the vocabulary's {vocab:,}, or more", key=key, value=count, mend="0 means the whole head"
             )
-    if recipe.train.head_tokens and recipe.record.mode == "hidden":  # what ``auto`` chooses is known once it is recorded
+    if recipe.train.head_tokens and recipe.record.mode in ("hidden", "live"):  # what ``auto`` chooses is known once it is recorded
         raise DraftstillError("a trimmed training head needs a top-k recording", key="train.head_tokens", value=recipe.train.head_tokens,
                               mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
 
@@ -84,11 +84,15 @@ def fits(job: Job) -> None:
     tokens = lengths[0] * job.settings.per_device_train_batch_size
     if job.settings.packing:  # rows are as short as their sequences; a batch of them is no larger than its longest
         tokens = sum(lengths)
+    processes = job.accelerator.num_processes
     sharded = job.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    shards = job.accelerator.num_processes if sharded else 1
-    check_memory(
-        need(job.draft.model, job.settings, job.target_head, tokens, job.compute, shards), job.settings, tokens, job.accelerator.device
-    )
+    live = 0
+    if job.recording.mode == "live":
+        config = load_config(resolve_model(served_target(job.recipe), "target.source"))
+        padded = lengths[0] * job.settings.per_device_train_batch_size  # the target's rows are never packed
+        live = live_need(config, job.target_head.dtype, padded, processes if job.settings.live == "shard" else 1)
+    needed = need(job.draft.model, job.settings, job.target_head, tokens, job.compute, processes if sharded else 1, live)
+    check_memory(needed, job.settings, tokens, job.accelerator.device)
 
 
 def groups(module: torch.nn.Module, settings: Train) -> list[dict[str, Any]]:

@@ -81,7 +81,13 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
 def _not_finite(job: Job, indices: list[int], loss: float, norm: float) -> NonFiniteLoss:
     """The error, and where the fault is likely to lie."""
     problem = f"step {job.step}: the loss or its gradient is not finite (loss {loss:.3g}, gradient norm {norm:.3g})"
-    poisoned = sorted({i for i in indices if not finite(job.recording[i])})
+    # Of a sharded target every rank asks for the same ones.
+    good = lambda i: finite(job.recording[i]) if job.live is None else bool(torch.isfinite(job.live.hidden(job.recording, [i])).all())  # noqa: E731
+    poisoned = sorted({i for i in indices if not good(i)})
+    if poisoned and job.live is not None:
+        dtype = job.recording.manifest["dtype"]
+        return NonFiniteLoss(f"{problem}; the target itself gives such values, in sequences {', '.join(map(str, poisoned[:8]))}", key="target.dtype",
+                             value=dtype, mend="take another dtype for the target, and respond and record with it")  # fmt: skip
     if poisoned:
         return NonFiniteLoss(f"{problem}; the recording itself holds such values, in sequences {', '.join(map(str, poisoned[:8]))}", key="run_dir",
                              value=str(job.recording.folder), mend="delete the recording's folder and record again")  # fmt: skip
@@ -97,6 +103,9 @@ def _batches(job: Job, indices: list[int]) -> Iterator[Batch]:
         mine = indices[at : at + size]
         with job.meter.reading:
             batch = collate(job.recording, mine, job.target_head, job.attention)
+        if job.live is not None:
+            with job.meter.scoring:
+                batch.teacher.hidden_NH = job.live.hidden(job.recording, mine)
         if job.reference is not None:
             # On the very batch, every time: what a row is padded or packed with moves the last bits of its losses.
             batch = batch.to(job.accelerator.device)

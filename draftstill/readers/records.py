@@ -6,6 +6,7 @@ give every tool call the arguments of all others.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 from collections.abc import Iterator
@@ -27,9 +28,13 @@ _LINES = 8
 """Lines of a .json file that tell whether each of them is a row."""
 
 
-def records(file: File, limit: int, meter: Meter | None = None) -> Iterator[Record]:
-    """Every row of a file; a row of more than ``limit`` bytes is passed over and named."""
-    kind = {"jsonl": _lines, "json": _json, "parquet": _parquet}[file.kind]
+def records(file: File, limit: int, meter: Meter | None = None, *, numbered: bool = False) -> Iterator[Record]:
+    """Every row of a file; a row of more than ``limit`` bytes is passed over and named.
+
+    Args:
+        numbered: name no row by its key, where a file has keys: it may be a person's name.
+    """
+    kind = {"jsonl": _lines, "json": functools.partial(_json, numbered=numbered), "parquet": _parquet}[file.kind]
     number = 0
     try:
         for number, record in enumerate(kind(file, limit, meter), 1):  # noqa: B007 - the number names the row after the last good one
@@ -57,7 +62,7 @@ def _lines(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
         raise Unusable("not UTF-8", f"{error.encoding}: {error.reason}") from None
 
 
-def _json(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
+def _json(file: File, limit: int, meter: Meter | None, *, numbered: bool) -> Iterator[Record]:
     form = _form(file, limit)
     if form == "lines":
         yield from _lines(file, limit, meter)
@@ -72,7 +77,7 @@ def _json(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
     try:
         text = decoded(data)
         if text.strip():
-            yield from _object(file.name, parse(text))
+            yield from _object(file.name, parse(text), numbered)
     except Unusable as error:  # one object is one row
         yield f"{file.name}:1", error
 
@@ -107,7 +112,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _object(name: str, value: Any) -> Iterator[Record]:
+def _object(name: str, value: Any, numbered: bool) -> Iterator[Record]:
     """One row, or the rows that one object holds: {"data": [row, ...]}, or {"id": row, ...}."""
     if isinstance(value, dict):
         lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
@@ -115,7 +120,7 @@ def _object(name: str, value: Any) -> Iterator[Record]:
             yield from (_row(f"{name}:{number}", row) for number, row in enumerate(lists[0], 1))
             return
         if len(value) > 1 and all(isinstance(v, dict) for v in value.values()):
-            yield from (_row(f"{name}:{_utf8(key)}", row) for key, row in value.items())
+            yield from (_row(f"{name}:{number if numbered else _utf8(key)}", row) for number, (key, row) in enumerate(value.items(), 1))
             return
     yield _row(f"{name}:1", value)
 

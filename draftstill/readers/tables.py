@@ -10,7 +10,7 @@ from draftstill.progress import say
 from draftstill.readers.batches import Answers
 from draftstill.readers.conversations import redacted
 from draftstill.readers.files import File, Meter
-from draftstill.readers.records import records
+from draftstill.readers.records import Record, records
 from draftstill.readers.rows import Row, Unusable, excerpt, names_of, rejected
 from draftstill.readers.shapes import ANSWERS, REQUESTS, Shape, explicit, guess
 from draftstill.recipe import Corpus
@@ -41,11 +41,14 @@ class _Reader:
         self.limit = _BYTES_PER_CHARACTER * corpus.max_chars + (1 << 16)
         self._said: set[Shape | None] = set()
 
+    def _records(self, file: File, meter: Meter | None = None) -> Iterator[Record]:
+        return records(file, self.limit, meter, numbered=bool(self.corpus.redact))
+
     def shape(self, file: File) -> Shape | None:
         """What the rows of a file are; says it the first time that files are read so."""
         if self.corpus.field_map:
             return explicit(self.corpus.field_map)
-        first = list(itertools.islice(records(file, self.limit), _LOOKED_AT))
+        first = list(itertools.islice(self._records(file), _LOOKED_AT))
         values = [(row_id, value) for row_id, value in first if isinstance(value, dict)]
         shape = guess(value for _, value in values)
         self.meter.guesses[str(shape or "unknown")] = self.meter.guesses.get(str(shape or "unknown"), 0) + 1
@@ -55,22 +58,23 @@ class _Reader:
         return shape
 
     def _say(self, shape: Shape | None, values: list[tuple[str, dict[str, Any]]]) -> None:
+        shown = Redactor(self.corpus.redact).outside
         for row_id, value in values:
             if shape is None:
-                say(f"  {row_id}: unknown fields ({names_of(value)}); say in corpus.fields what they mean")
+                say(f"  {shown(row_id)}: unknown fields ({shown(names_of(value))}); say in corpus.fields what they mean")
                 return
             try:
                 row = shape.row(row_id, value) if shape.name != ANSWERS else Row(row_id, None)
             except Unusable:
                 continue
             row = redacted(row, Redactor(self.corpus.redact))
-            say(f"  {row_id} read as {shape}" + ("; corpus.fields overrules this" if shape.name not in (ANSWERS, REQUESTS) else ""))
+            say(f"  {shown(row_id)} read as {shape}" + ("; corpus.fields overrules this" if shape.name not in (ANSWERS, REQUESTS) else ""))
             for line in [f"{m['role']}: {m.get('content') or '(tool call)'}" for m in row.messages or []][:3] or [row.text or ""]:
-                say(f"    {excerpt(line)}" if line else f"    {names_of(value)}")
+                say(f"    {excerpt(line)}" if line else f"    {shown(names_of(value))}")
             return
 
     def keep_answers(self, file: File) -> Iterator[Row]:
-        for row_id, value in records(file, self.limit, self.meter):
+        for row_id, value in self._records(file, self.meter):
             try:
                 if isinstance(value, Unusable):
                     raise value
@@ -79,7 +83,7 @@ class _Reader:
                 yield rejected(row_id, error)
 
     def rows(self, file: File, shape: Shape | None) -> Iterator[Row]:
-        for row_id, value in records(file, self.limit, self.meter):
+        for row_id, value in self._records(file, self.meter):
             try:
                 if isinstance(value, Unusable):
                     raise value

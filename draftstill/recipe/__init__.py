@@ -87,10 +87,17 @@ class Recipe(Section):
         if self.record.mode == "text" and {name for loss in self.train.losses for name in loss.names} != {"ce"}:
             raise ValueError("record.mode: text knows no probabilities; the only loss is train.loss.name: ce")
         asked = {loss.temperature for loss in self.train.losses} - {None, self.record.temperature}
-        if self.record.mode != "hidden" and asked:
+        if self.record.mode not in ("hidden", "live") and asked:
             raise ValueError(
                 "train.loss.temperature must equal record.temperature in topk and auto mode, or leave it out; use record.mode: hidden for another"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_a_live_target(self) -> Recipe:
+        if self.train.live == "shard" and self.record.mode != "live":
+            raise ValueError(f"train.live: shard divides a target that training holds, and record.mode: {self.record.mode} holds none; leave it out, "
+                             "or set record.mode: live")  # fmt: skip
         return self
 
     @model_validator(mode="after")

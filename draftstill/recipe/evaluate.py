@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from draftstill.recipe.base import PositiveInt, Section
+from draftstill.recipe.models import Source
 from draftstill.recipe.text import Corpus
 
 Arm = Literal["untuned", "tuned", "lookup", "bigram", "composite"]
@@ -15,19 +16,29 @@ Gamma = Annotated[int, Field(ge=0, le=64)]
 OWN = "own"
 """The run's own held-out text among the domains."""
 
-_LATER = ("domains", "gammas", "timing_prompts", "timing_tokens")
+_LATER = ("domains", "stock", "gammas", "timing_prompts", "timing_tokens")
 """Keys that came later: at their defaults they change nothing, and no fingerprint."""
 _LOAD = ("batches", "load_prompts")
 """Keys of the measurement under load, which is made beside the score."""
 
 
+def _check_label(what: str, name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?", name):
+        raise ValueError(f"{what}'s name is made of letters, digits and inner hyphens, 32 at most: not {name!r}")
+
+
 def _check_domains(domains: dict[str, Corpus]) -> dict[str, Corpus]:
     for name in domains:
-        if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?", name):
-            raise ValueError(f"a domain's name is made of letters, digits and inner hyphens, 32 at most: not {name!r}")
+        _check_label("a domain", name)
         if name.lower() == OWN:
             raise ValueError(f"{name!r} is the run's own text; give the domain another name")
     return domains
+
+
+def _check_stock(stock: dict[str, Source]) -> dict[str, Source]:
+    for name in stock:
+        _check_label("a stock draft", name)
+    return stock
 
 
 class Evaluate(Section):
@@ -36,6 +47,9 @@ class Evaluate(Section):
     candidates: tuple[Arm, ...] = ("untuned", "tuned", "lookup", "composite")
     """Arms scored beside plain decoding: the drafts before and after training (``tuned``: every one of train.candidates), prompt lookup, a
     table of each token's most frequent successor, and ``composite``: lookup first and the tuned draft otherwise."""
+    stock: Annotated[dict[str, Source], AfterValidator(_check_stock)] = {}
+    """Existing drafts scored beside the tuned ones and at the same gammas, as they are and with their whole head: each a name with a section like
+    ``target``, for example the draft that you serve today. They must have the target's vocabulary."""
     domains: Annotated[dict[str, Corpus], AfterValidator(_check_domains)] = {}
     """Further held-out text, each a name with a section like ``corpus``: scored apart, to see what the draft is worth elsewhere. None of it
     may have been trained on."""

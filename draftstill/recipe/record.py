@@ -16,11 +16,15 @@ Kind = Literal["response", "document", "rollout", "replay"]
 class Record(Section):
     """The target's token distributions, on disk."""
 
-    mode: Literal["topk", "hidden", "auto", "text"] = "topk"
+    mode: Literal["topk", "hidden", "auto", "text", "live"] = "topk"
     """``topk``: K ids with log-probabilities and the exact tail mass. ``hidden``: the last hidden state, from which all of p follows.
-    ``auto``: a pilot sample decides. ``text``: no laws, only what the target wrote (black-box); the loss is then ``ce``."""
+    ``auto``: a pilot sample decides. ``text``: no laws, only what the target wrote (black-box); the loss is then ``ce``. ``live``: no laws
+    on disk for training; the target stays in memory and scores each step's texts, see train.live."""
     server: Server | None = None
     """Have a vLLM, SGLang or llama.cpp server score the texts in ``topk`` mode, at temperature 1. It must not speculate."""
+    max_refused: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """End the recording where the server refuses a larger share of the texts, for example as longer than its context. A refused text is
+    listed, and nothing is learnt from it."""
     top_k: PositiveInt = 64
     """Kept ids per position in ``topk`` mode, at most."""
     kept_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -66,6 +70,8 @@ class Record(Section):
     def _served(self) -> Record:
         if self.mode == "text" and (self.server or self.rollouts or self.replays):
             raise ValueError("text mode learns from what the target wrote alone: no server, rollouts or replays")
+        if self.server and self.mode == "live":
+            raise ValueError("live takes the target's weights into the training: leave out record.server, or set record.mode: topk")
         if self.server and self.mode != "topk":
             raise ValueError("a server gives top log-probabilities: set record.mode: topk")
         if self.server and self.temperature != 1.0:

@@ -138,6 +138,10 @@ class Train(Section):
     """Sequences per forward on each device."""
     gradient_accumulation_steps: PositiveInt = 1
     """Forwards per optimizer step. A launch that goes on with another number of processes adapts it, so that a step sees as many sequences."""
+    live: Literal["replicate", "shard"] = "replicate"
+    """Of ``record.mode: live``, where the target lies. ``replicate``: each process has all of its weights on its device, in target.dtype, and
+    the keys and values of one forward. ``shard``: each of n processes has an n-th of them (FSDP2) and gathers one layer at a time, or the
+    embedding, in every forward; one process alone has all of them either way."""
     packing: bool = False
     """Put several short sequences of a forward into one row, isolated from each other: less padding, the same gradient."""
     gradient_checkpointing: bool = False

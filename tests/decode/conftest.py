@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftstill.decode import Network
+from draftstill.decode import Network, programs
 
 _WINDOW = {"sliding_window": 8}
 _LATE_WINDOW = {"use_sliding_window": True, "max_window_layers": 1, **_WINDOW}
@@ -90,6 +90,14 @@ def constant(model, token: int):
     return other
 
 
+def small_model():
+    """12 tokens, a law far from uniform: texts that repeat themselves and end often."""
+    model = make_model(vocab=12, sharp=3.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    return model
+
+
 @pytest.fixture(scope="session")
 def target():
     return make_model()
@@ -112,3 +120,23 @@ def network(model, **kw) -> Network:
 def one_thread():
     """Models this small lose by a second thread: waking it takes longer than its share of the work."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Static rounds as plain Python, wherever a test asks for the backend ``static``."""
+    monkeypatch.setattr(programs.torch, "compile", lambda body, **options: body)
+    monkeypatch.setattr(programs, "packed", lambda *networks: False)  # these need no tracing
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """A draft that is often right."""
+    return noised(target, 0.3)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A small target, its draft and its trimmed draft."""
+    near = noised(small_model(), 0.3)
+    return Network(small_model()), Network(near), Network(near, head_ids=torch.tensor([0, 1, 3, 4, 7, 8, 11]))

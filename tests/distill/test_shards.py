@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from draftstill import estimates
 from draftstill.decode import Network
 from draftstill.distill import Hidden, Recording, Text, TopK, score_texts, shards
 from draftstill.distill.packing import pack_ids, read_table, unpack_ids
+from draftstill.distill.recorder import _size
 from draftstill.distill.scoring import sharded
-from draftstill.distill.shards import bytes_per_position, mark_of, read_info, shard_name, write_manifest, write_shard
+from draftstill.distill.shards import mark_of, read_info, shard_name, write_manifest, write_shard
 from draftstill.errors import DraftstillError
+from draftstill.recipe import Recipe
+from draftstill.recording_size import bytes_per_position
 from draftstill.runfolder import hash_file, read_json, write_json
 from tests.pipeline import REAL, finished, make_model
 
@@ -195,7 +200,6 @@ def columns_like_real_ones(positions: int, vocab: int, k: int) -> dict[str, torc
 
 def test_a_law_of_64_ids_takes_210_bytes_in_a_vocabulary_of_151_936(tmp_path: Path) -> None:
     sequences, length = 64, 256
-    sequences, length = 64, 256
     columns = columns_like_real_ones(sequences * length, 151_936, 64)
     path = tmp_path / shard_name(0)
     write_shard(path, [[1] * length] * sequences, [0] * sequences, columns, vocab=151_936, logp_bits=8)
@@ -212,3 +216,45 @@ def test_a_law_of_64_ids_takes_210_bytes_in_a_vocabulary_of_151_936(tmp_path: Pa
     assert recording.token_weights(151_936).sum() == pytest.approx(
         sequences * length * (1 + float(columns["logp"][0].exp().sum())), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("record", [
+    {"mode": "topk"}, {"mode": "topk", "top_k": 300, "logp_bits": 16}, {"mode": "hidden"}, {"mode": "hidden", "hidden_bits": 8},
+    {"mode": "hidden", "hidden_bits": 16}, {"mode": "text"}, {"mode": "topk", "server": {"url": "http://localhost"}}, {"mode": "live"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("vocab", [40, 1 << 16, (1 << 16) + 1, 151_936])
+@pytest.mark.parametrize("shard_sequences", [1, 8])
+def test_what_plan_foretells_is_what_the_pilot_says(record: dict[str, Any], vocab: int, shard_sequences: int) -> None:
+    values = {"run_dir": "r", "target": {"source": "t", "dtype": "bfloat16"}, "corpus": {"source": "c"},
+              "respond": {"prompts": 20, "heldout_prompts": 6, "prompt_tokens": 8, "max_new_tokens": 24},
+              "record": {"shard_sequences": shard_sequences, **record},
+              "train": {"loss": {"name": "ce"} if record["mode"] == "text" else {}}}  # fmt: skip
+    recipe = Recipe.model_validate_json(json.dumps(values))
+    size = estimates.Size(2, 16, vocab, 2, 2, 8, 32, True)
+    there = record["mode"] != "text" and "server" not in record
+    scorers: Any = SimpleNamespace(settings=recipe.record, target=SimpleNamespace(vocab=vocab), hidden_size=16,
+                                   heldout_mode="hidden" if there else record["mode"])  # fmt: skip
+    texts = {"train": [Text([1] * 32)] * 20, "heldout": [Text([1] * 32)] * 6}
+    foretold = estimates.estimate(recipe, size, [size]).recording_bytes
+    assert foretold == _size(texts, scorers, "bfloat16", record["mode"], None) > 0
+
+
+@pytest.mark.parametrize(
+    ("vocab", "k", "kept_mass", "bits"), [(200, 16, 1.0, 8), (70_000, 16, 1.0, 16), (70_000, 16, 0.6, 8), (151_936, 64, 1.0, 8)]
+)
+def test_a_shard_takes_what_was_foretold(vocab: int, k: int, kept_mass: float, bits: int, tmp_path: Path) -> None:
+    """But for its header and what stands once for each sequence."""
+    sequences, length = 16, 512
+    generator = torch.Generator().manual_seed(0)
+    logp = torch.randn(sequences * length, k, generator=generator).sort(-1, descending=True).values.log_softmax(-1) - 0.1
+    used = logp.exp().cumsum(-1) < kept_mass
+    columns = {"ids": torch.randint(vocab, logp.shape, generator=generator).to(torch.int32), "logp": logp, "count": used.sum(-1).clamp_min(1).int(),
+               "tail": torch.full((len(logp),), 0.1), "lse": torch.zeros(len(logp))}  # fmt: skip
+    path = tmp_path / shard_name(0)
+    write_shard(path, [[1] * length] * sequences, [0] * sequences, columns, vocab=vocab, logp_bits=bits)
+    kept = float(columns["count"].double().mean())
+    each = bytes_per_position(mode="topk", top_k=k, vocab=vocab, hidden=0, logp_bits=bits, hidden_bytes=0, kept=kept,
+                              shard_positions=sequences * length)  # fmt: skip
+    if int(columns["ids"].unique().numel()) > 1 << 16:
+        each += kept  # too many ids for a table, of which no plan knows
+    assert path.stat().st_size / len(logp) == pytest.approx(each, rel=0.02)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from draftstill.corpus import prepare_corpus, read_documents
-from draftstill.readers import Row, redacted
+from draftstill.readers import Row, read_rows, redacted
 from draftstill.recipe import Corpus, Recipe, Target
 from draftstill.redact import PATTERNS, Redactor
 from draftstill.runfolder import RunFolder
@@ -92,3 +92,55 @@ def test_the_stage_redacts_counts_and_says_so(tmp_path, capsys):
     assert b"@x.org" not in b"".join(p.read_bytes() for p in folder.iterdir())
     assert all("<EMAIL_1>" in d.messages[0]["content"] for d in read_documents(folder, "train"))
     assert "redacted in 20 rows: 20 email, 0 card" in capsys.readouterr().out
+
+
+PRIVATE = ("anna@x.org", "bert@x.org", "Carla Miller", "+49 30 901820")
+
+
+def named_by_key(folder, values):
+    (folder / "people.json").write_text(json.dumps(dict(zip(PRIVATE, values, strict=True))))
+
+
+def named_by_file(folder, values):
+    for name, value in zip(PRIVATE, values, strict=True):
+        (folder / f"{name}.jsonl").write_text(json.dumps(value) + "\n")
+
+
+def documents_named_by_file(folder, values):
+    for name, value in zip(PRIVATE, values, strict=True):
+        (folder / name).mkdir()
+        (folder / name / "letter.txt").write_text(value["text"] if isinstance(value["text"], str) else "")
+
+
+def of_unknown_fields(folder, values):
+    """A row with a field that is named by an address, beside rows that can be read."""
+    (folder / "odd.jsonl").write_text(json.dumps({PRIVATE[0]: 1}) + "\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(v) + "\n" for v in values))
+
+
+@pytest.mark.parametrize("write", [named_by_key, named_by_file, documents_named_by_file, of_unknown_fields])
+def test_names_of_rows_tell_nothing_private_and_stay_apart(write, tmp_path, capsys):
+    """Ids stand in documents, in the list of rejected rows, in reports and on the screen."""
+    (tmp_path / "texts").mkdir()
+    values = [{"text": f"text number {n} " + " ".join(str(n * k) for k in range(80))} for n in range(len(PRIVATE) - 1)] + [{"text": 7}]
+    write(tmp_path / "texts", values)
+    for n in range(6):
+        (tmp_path / "texts" / f"other{n}.txt").write_text(f"other number {n} " + " ".join(str(n + k * k) for k in range(80)))
+    corpus = Corpus(source=str(tmp_path / "texts"), redact=ALL, heldout_fraction=0.4, near_duplicates=1.0, min_chars=1)
+    recipe = Recipe(run_dir=str(tmp_path / "run"), target=Target(source="a/b"), corpus=corpus)
+    folder = prepare_corpus(recipe, RunFolder(recipe.run_dir))
+    told = capsys.readouterr()
+    written = "".join(p.read_text() for p in folder.iterdir() if p.name != "provenance.json") + told.out + told.err
+    hidden = [name for name in PRIVATE if write is named_by_key or name != "Carla Miller"]  # a name in free text has no form
+    assert [name for name in hidden if name in written] == []
+    ids = [json.loads(line)["id"] for line in (folder / "documents.jsonl").read_text().splitlines()]
+    facts = json.loads((folder / "provenance.json").read_text())["facts"]
+    assert len(ids) == len(set(ids)) == len(values) - 1 + 6 == facts["kept"], "no two names became one"
+    assert facts["redacted"]["documents"] == 0, "what is counted is text"
+
+
+def test_without_redaction_rows_are_named_by_their_keys(tmp_path):
+    named_by_key(tmp_path, [{"text": f"text number {n}"} for n in range(len(PRIVATE))])
+    assert [row.id for row in read_rows(Corpus(source=str(tmp_path / "people.json")))] == [f"people.json:{name}" for name in PRIVATE]
+    private = Corpus(source=str(tmp_path / "people.json"), redact=("email",))
+    assert [row.id for row in read_rows(private)] == [f"people.json:{n}" for n in range(1, len(PRIVATE) + 1)]

@@ -226,7 +226,7 @@ def test_a_trimmed_draft_head_stays_exact_and_its_alpha_counts_the_loss(tmp_path
 
 
 def test_held_out_documents_too_short_for_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domains, "read_documents", lambda *_: [])
+    monkeypatch.setattr(domains, "stored_documents", lambda *_: [])
     with pytest.raises(DraftstillError, match="held-out") as caught:
         score(*opened(borrowed(tmp_path, *TRAINED)))
     assert caught.value.key == "respond.prompt_tokens"

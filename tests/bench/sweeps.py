@@ -1,0 +1,92 @@
+"""What benchmarks that train several drafts and score them have in common: their stages one by one, and the table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftstill.distill import record
+from draftstill.evaluate.scoring import score
+from draftstill.machine import LoadWatch, describe_machine
+from draftstill.progress import duration, say
+from draftstill.recipe import Recipe
+from draftstill.recipe_io import load_recipe
+from draftstill.runfolder import RunFolder, atomic_write, git_state, read_json, versions
+from draftstill.stages import candidate_recipes, draft_stage, stages
+from draftstill.train import adapt, train_all
+
+STOPS = ("recording", "training")
+"""Stages behind which a run can be broken off; the same command goes on."""
+DEPLOYED = 0.7
+"""The temperature that recordings and drafts are made for."""
+
+
+def written(path: Path, value: dict[str, Any]) -> Recipe:
+    """The recipe ``value``, written to ``path`` and read from there."""
+    atomic_write(path, yaml.safe_dump(value, sort_keys=False))
+    return load_recipe(path)
+
+
+def made(recipe: Recipe, stop: str | None = None) -> dict[str, Any] | None:
+    """All stages of a recipe up to the score; its score and what else a report holds. None: stopped behind the stage ``stop``."""
+    run, watch, started = RunFolder(recipe.run_dir), LoadWatch(), time.monotonic()
+    at = lambda what: say(f"== {what} (at {duration(time.monotonic() - started)} of this call)")  # noqa: E731
+    with run.lock():
+        if recipe.adapt is not None:
+            adapt(recipe, run)
+            at("tuned")
+        record(recipe, run)
+        at("recorded")
+        if stop == STOPS[0]:
+            return None
+        train_all(recipe, run)
+        at("trained")
+        if stop == STOPS[1]:
+            return None
+        result = score(recipe, run)
+        at("scored")
+    found = stages(recipe, run)
+    facts = {n: found[draft_stage(n)].facts() for n in candidate_recipes(recipe)}
+    wall = {name: read_json(stage.folder / "provenance.json")["seconds"] for name, stage in found.items() if stage.done}
+    return {
+        "score": result, "train_seconds": {n: f["train_seconds"] for n, f in facts.items()}, "tokens": {n: f["tokens"] for n, f in facts.items()},
+        "curves": {n: f["curve"] for n, f in facts.items()}, "wall_s": wall, "other_cores": watch.other_cores(),
+        "machine": describe_machine(), "versions": versions(), "git": git_state(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any], temperature: float) -> str:
+    """Markdown: each arm at its best gamma, the fastest first."""
+    result = report["score"]
+    lines = [
+        "| arm | trained | tokens seen | gamma | alpha | tau | c | v | predicted | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = [r for r in result["arms"] if r["temperature"] == temperature and r["arm"] != "plain"]
+    for r in sorted(rows, key=lambda r: -r["counts"]["predicted"]["estimate"]):
+        own = r["arm"].rpartition(":")[2]
+        trained, tokens = "-", "-"
+        if own in report["tokens"] and not r["arm"].startswith(("stock:", "untuned")):
+            trained, tokens = f"{report['train_seconds'][own] / 60:.0f} min", f"{report['tokens'][own]:,}"
+        alpha = "-" if r["alpha"] is None else f"{r['alpha']:.3f}"
+        lines.append(f"| {r['arm']} | {trained} | {tokens} | {r['swept']} | {alpha} | {r['counts']['metrics']['tau']:.2f} | {r['c']:.3f} | {r['v']:.3f} | "
+                     f"{_times(r['counts']['predicted'])} | {_times(r['speedup'])} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def fastest(report: dict[str, Any], temperature: float, *kinds: str) -> float:
+    """The largest measured speed-up of arms of some kinds."""
+    rows = report["score"]["arms"]
+    return float(max(r["speedup"]["estimate"] for r in rows if r["kind"] in kinds and r["temperature"] == temperature and r["speedup"]))
+
+
+def judged(goals: dict[str, tuple[float, float]]) -> list[str]:
+    """A line for each goal: what was measured, and what it should reach."""
+    return [f"{'pass' if value >= goal else 'MISS'}  {what}: {value:.2f}x (goal {goal}x)" for what, (value, goal) in goals.items()]
+
+
+def _times(interval: dict[str, Any] | None) -> str:
+    return "-" if interval is None else f"{interval['estimate']:.2f}x [{interval['low']:.2f}, {interval['high']:.2f}]"
