@@ -33,7 +33,7 @@ ARMS = Names(
     },
     "{} before training",
     "lookup, then {}",
-    "{} as it is",
+    "{} (stock draft)",
 )
 IN_A_SENTENCE = Names(
     {
@@ -45,7 +45,7 @@ IN_A_SENTENCE = Names(
     },
     "{} before training",
     "lookup with {} behind it",
-    "{} as it is",
+    "the stock draft {}",
 )
 BUSY_CORES = 0.2
 """Above this many cores taken by other processes, timings are called untrustworthy."""

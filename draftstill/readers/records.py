@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from draftstill.readers.files import File, Meter
@@ -34,7 +34,12 @@ def records(file: File, limit: int, meter: Meter | None = None, *, numbered: boo
     Args:
         numbered: name no row by its key, where a file has keys: it may be a person's name.
     """
-    kind = {"jsonl": _lines, "json": functools.partial(_json, numbered=numbered), "parquet": _parquet}[file.kind]
+    readers: dict[str, Callable[[File, int, Meter | None], Iterator[Record]]] = {
+        "jsonl": _lines,
+        "json": functools.partial(_json, numbered=numbered),
+        "parquet": _parquet,
+    }
+    kind = readers[file.kind]
     number = 0
     try:
         for number, record in enumerate(kind(file, limit, meter), 1):  # noqa: B007 - the number names the row after the last good one

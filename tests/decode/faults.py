@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from draftstill.decode import (
 )
 from draftstill.decode.trace import Trace, check, metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 SHOWN: dict[int, list[str]] = {}
 CPU = torch.device("cpu")
 BACKENDS = ["eager", "static"]

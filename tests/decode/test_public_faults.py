@@ -25,12 +25,11 @@ from draftstill.decode import (
 )
 from draftstill.decode.trace import Trace, check, metrics
 from tests.decode.conftest import make_model, noised, small_model
-from tests.decode.faults import BACKENDS, CPU, KINDS, SHOWN, decoder, drafter_of, identities, prompt_of, shows
+from tests.decode.faults import BACKENDS, CPU, KINDS, ROOT, SHOWN, decoder, drafter_of, identities, prompt_of, shows
 from tests.decode.test_greedy import cache_free, oracle
 from tests.decode.test_law import oracle as processed
 from tests.decode.test_sampling import chi_squared, two_token_law
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17, 19, 20, 22, 23, 25, 26, 28, 29, 31, 32, 34, 35, 37, 38]
 COVERED: dict[int, tuple[str, ...]] = {
     4: ("tests/decode/test_greedy.py::test_eos_ends_the_text_wherever_it_falls",),

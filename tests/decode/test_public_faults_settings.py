@@ -23,7 +23,7 @@ from draftstill.decode import (
 from draftstill.decode.trace import metrics
 from draftstill.errors import DraftstillError
 from tests.decode.conftest import make_model
-from tests.decode.faults import BACKENDS, CPU, decoder, drafter_of, identities, prompt_of, shows
+from tests.decode.faults import BACKENDS, CPU, ROOT, decoder, drafter_of, identities, prompt_of, shows
 from tests.decode.test_greedy import cache_free, oracle
 
 pytestmark = pytest.mark.usefixtures("uncompiled")

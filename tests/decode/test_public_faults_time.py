@@ -18,7 +18,7 @@ from draftstill.decode import (
     theory,
 )
 from draftstill.decode.trace import metrics
-from tests.decode.faults import BACKENDS, decoder, prompt_of, shows
+from tests.decode.faults import BACKENDS, ROOT, decoder, prompt_of, shows
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 

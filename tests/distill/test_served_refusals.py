@@ -76,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return record(*opened(home(tmp_path_factory.mktemp("whole"), server.url)))
 
 
-@pytest.mark.parametrize(("kind", "status"), zip(KINDS, (400, 413, 422), strict=True))
+@pytest.mark.parametrize(("kind", "status"), list(zip(KINDS, (400, 413, 422), strict=True)))
 def test_a_refused_text_keeps_its_place_and_teaches_nothing(kind: str, status: int, whole: Path, tmp_path: Path,
                                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     with fake(picky(kind, unlucky, status), kind) as server:

@@ -40,7 +40,7 @@ def test_an_existing_draft_is_scored_beside(tmp_path: Path) -> None:
         assert by["tuned", gamma]["counts"]["metrics"] == mine["counts"]["metrics"]
     assert result["publish"] == "tuned"
     page = (stages(recipe, run)["score"].folder / "report.html").read_text()
-    assert "other as it is" in page and "c-stock" in page
+    assert "other (stock draft)" in page and "c-stock" in page
     json.dumps(result["audit"])
     assert result["audit"]["greedy_fp32"]["identical"] == 2
 
