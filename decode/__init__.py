@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftstill.decode.engine import Decoder
     from draftstill.decode.families import refuse_unsupported
     from draftstill.decode.guesses import BigramDrafter, LookupDrafter, bigram_table
-    from draftstill.decode.loading import Loaded, eos_ids, load_draft, load_target, revision_of, set_threads
+    from draftstill.decode.loading import Loaded, LoadedDraft, eos_ids, load_draft, load_target, revision_of, set_threads
     from draftstill.decode.network import Network
     from draftstill.decode.requests import Request
     from draftstill.decode.sampling import Law, Sampling, probabilities
@@ -33,7 +33,7 @@ _FACE = {
     "engine": ("Decoder",),
     "families": ("refuse_unsupported",),
     "guesses": ("BigramDrafter", "LookupDrafter", "bigram_table"),
-    "loading": ("Loaded", "eos_ids", "load_draft", "load_target", "revision_of", "set_threads"),
+    "loading": ("Loaded", "LoadedDraft", "eos_ids", "load_draft", "load_target", "revision_of", "set_threads"),
     "network": ("Network",),
     "requests": ("Request",),
     "sampling": ("Law", "Sampling", "probabilities"),

@@ -56,7 +56,17 @@ def load_target(recipe: Recipe, *, dtype: str | None = None) -> Loaded:
     return Loaded(network, tokenizer, source, model.config, eos, vocab, revision_of(model, source))
 
 
-def load_draft(named: Source, key: str, target: Loaded, recipe: Recipe, *, dtype: str | None = None) -> Network:
+@dataclass(slots=True)
+class LoadedDraft:
+    """An existing draft in memory."""
+
+    network: Network
+    name: str
+    revision: str | None
+    """Commit of a Hub id, as resolved when it was loaded."""
+
+
+def load_draft(named: Source, key: str, target: Loaded, recipe: Recipe, *, dtype: str | None = None) -> LoadedDraft:
     """An existing draft for ``target``, as it is and with its whole head.
 
     Args:
@@ -69,7 +79,7 @@ def load_draft(named: Source, key: str, target: Loaded, recipe: Recipe, *, dtype
     source = resolve_model(named, key)
     model = load_model(source, dtype or resolved_dtype(recipe), resolved_device(recipe))
     check_vocabulary(target.tokenizer, load_tokenizer(source), target.config.vocab_size, model.config.vocab_size, key)
-    return make_network(model, vocab=target.vocab, key=key)
+    return LoadedDraft(make_network(model, vocab=target.vocab, key=key), source.name, revision_of(model, source))
 
 
 def revision_of(model: Any, source: ModelSource) -> str | None:

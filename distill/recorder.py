@@ -86,6 +86,7 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
         if here.main:
             expected = [sum(len(t.ids) for t in group) for group in sharded(texts[side], settings.shard_sequences)]
             more: dict[str, Any] = {"auto": pilot["auto"]} if side == "train" else {}
+            refused[side].check()
             if rows := refused[side].rows():
                 texts[side] = without_laws(texts[side], {row["shard"] * settings.shard_sequences + row["text"] for row in rows})
                 more["refused"] = len(rows)

@@ -50,14 +50,26 @@ class Refused:
             path.unlink(missing_ok=True)  # of an attempt that ended before the shard was there
             return
         before = sum(len(read_json(p)) for p in self._paths() if p != path and self._shard_of(p).exists())
-        if before + len(found) > self.limit * self.texts:
-            first = next(iter(found.values()))
+        first = next(iter(found.values()))
+        self._check(before + len(found), first.reason, first.detail)
+        write_json(path, [{"text": place, "reason": row.reason, "detail": row.detail} for place, row in sorted(found.items())])
+
+    def check(self) -> None:
+        """The same of all shards together, once they are there: processes that refuse at the same moment do not see each other.
+
+        Raises:
+            DraftstillError: they are too many.
+        """
+        if rows := self.rows():
+            self._check(len(rows), rows[-1]["reason"], rows[-1]["detail"])
+
+    def _check(self, count: int, reason: str, detail: str) -> None:
+        if count > self.limit * self.texts:
             raise DraftstillError(
-                f"{before + len(found):,} of the {self.texts:,} {self.side} texts are {first.reason} so far; it says: {first.detail}",
+                f"{count:,} of the {self.texts:,} {self.side} texts are {reason} so far; it says: {detail}",
                 key="record.max_refused", value=self.limit,
                 mend="start the server so that it takes them (a longer context?), or raise the limit, and give the same command again; or lower "
                 "record.sequence_length and add --set-aside")  # fmt: skip
-        write_json(path, [{"text": place, "reason": row.reason, "detail": row.detail} for place, row in sorted(found.items())])
 
     def rows(self) -> list[dict[str, Any]]:
         """shard, text (its place there), reason and detail of each, in the order of the texts."""

@@ -87,7 +87,7 @@ def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
     from draftstill.decode import Decoder, ModelDrafter, Sampling, load_draft
 
     assert recipe.record.draft is not None  # the recipe's own check
-    draft, s = load_draft(recipe.record.draft, "record.draft.source", target, recipe), recipe.respond.sampler
+    draft, s = load_draft(recipe.record.draft, "record.draft.source", target, recipe).network, recipe.respond.sampler
     settings = {
         "sampling": Sampling(**s.model_dump()),
         "eos": target.eos,

@@ -103,4 +103,4 @@ def _draft(recipe: Recipe, target: Any) -> Any:
     from draftstill.decode import load_draft
 
     assert recipe.respond.draft is not None
-    return load_draft(recipe.respond.draft, "respond.draft.source", target, recipe)
+    return load_draft(recipe.respond.draft, "respond.draft.source", target, recipe).network

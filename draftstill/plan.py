@@ -116,6 +116,7 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
             "live": f"token ids alone; the target stays in memory and scores each step's texts (train.live: {recipe.train.live}); held out, hidden states",
             }[r.mode] + (f", from {r.server.url}" if r.server else "")  # fmt: skip
     own = candidate_recipes(recipe)
+    scored = [*e.candidates, *(f"stock draft {name}" for name in e.stock)]
     return _rows([
         ("run folder", str(run.path)),
         ("target", f"{recipe.target.source} ({size})"),
@@ -125,7 +126,7 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
         ("sampler", f"temperature {s.temperature:g}, top_k {s.top_k or 'all'}, top_p {s.top_p:g}"),
         ("recording", mode),
         ("loss", f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}"),
-        ("score", f"{', '.join(e.candidates)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {', '.join(map(str, e.swept))}"),
+        ("score", f"{', '.join(scored)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {', '.join(map(str, e.swept))}"),
         ("seed", str(recipe.seed)),
     ])  # fmt: skip
 

@@ -145,6 +145,7 @@ class Stage:
 
     def begin(self) -> Path:
         """The folder to work in, new or as the last attempt left it."""
+        self._started = time.time()
         if self.begun and self.worked:
             self._same(self.work / "stage.json", self.work)
         if not (self.begun and self.worked):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from draftstill.decode import (
     Drafter,
     GammaPolicy,
     Loaded,
+    LoadedDraft,
     LookupDrafter,
     ModelDrafter,
     Network,
@@ -28,9 +29,9 @@ from draftstill.decode import (
     make_network,
 )
 from draftstill.distill import read_responses
-from draftstill.recipe import Recipe
+from draftstill.recipe import Recipe, Source
 from draftstill.sources import load_model, resolve_model
-from draftstill.stages import TUNED, candidate_recipes, resolved_device, resolved_dtype
+from draftstill.stages import TUNED, candidate_recipes, content_of, resolved_device, resolved_dtype
 from draftstill.train import build_draft
 
 PLAIN = "plain"
@@ -102,6 +103,8 @@ class Bench:
     """The bigram table."""
     names: tuple[str, ...] = ()
     """The trained candidates that there are (none named: all of the recipe)."""
+    stock: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each stock draft is: name, source, parameters, revision, content, sha256."""
 
     @property
     def candidates(self) -> dict[str, Recipe]:
@@ -166,8 +169,11 @@ def open_bench(recipe: Recipe, draft: Path | Mapping[str, Path], *, dtype: str |
     device = resolved_device(recipe)
     own = {name: r for name, r in candidate_recipes(recipe).items() if name in folders}
     wanted = set(recipe.evaluate.candidates)
-    drafts = {f"stock:{name}": load_draft(named, f"evaluate.stock.{name}.source", target, recipe, dtype=dtype)
-              for name, named in recipe.evaluate.stock.items()}  # fmt: skip
+    stock = {
+        name: load_draft(named, f"evaluate.stock.{name}.source", target, recipe, dtype=dtype)
+        for name, named in recipe.evaluate.stock.items()
+    }
+    drafts = {f"stock:{name}": loaded.network for name, loaded in stock.items()}
     if "untuned" in wanted:
         for candidate, arm in starts_of(own).items():
             if arm not in drafts:
@@ -183,7 +189,15 @@ def open_bench(recipe: Recipe, draft: Path | Mapping[str, Path], *, dtype: str |
             drafts[name] = make_network(
                 load_model(source, dtype, device), vocab=target.vocab, head_ids=head_ids(mine, folders[name]), key="draft.source"
             )
-    return Bench(recipe, target, drafts, _table(recipe, target.vocab) if "bigram" in wanted else None, tuple(own))
+    table = _table(recipe, target.vocab) if "bigram" in wanted else None
+    return Bench(
+        recipe, target, drafts, table, tuple(own), {name: _about(recipe.evaluate.stock[name], loaded) for name, loaded in stock.items()}
+    )
+
+
+def _about(named: Source, loaded: LoadedDraft) -> dict[str, Any]:
+    return {"name": loaded.name, "source": named.source, "parameters": loaded.network.parameters, "revision": loaded.revision,
+            "content": content_of(named.source), "sha256": named.sha256}  # fmt: skip
 
 
 def _table(recipe: Recipe, vocab: int) -> Tensor:

@@ -17,6 +17,8 @@ def conditions(score: Score) -> list[tuple[str, str]]:
     found = [("target", f"{t['name']}, {t['parameters']:,} parameters, {t['layers']} layers, {t['dtype']}")]
     for name, d in score["drafts"].items():
         found.append((f"draft {name}" if several else "draft", _draft(d)))
+    found += [(f"stock draft {name}", f"{d['name']}, {d['parameters']:,} parameters{', revision ' + d['revision'] if d['revision'] else ''}")
+              for name, d in score.get("stock", {}).items()]  # fmt: skip
     found += [
         ("corpus", f"{k['source']}: {docs['train']:,} documents to train, {docs['validation']:,} to validate, {docs['test']:,} for this score; "
          f"{k['recorded_tokens']:,} tokens to learn from"),

@@ -93,7 +93,8 @@ def compare(new: Score, old: Score) -> Comparison:
     bars = {d.bars for d in differences}
     before, now = (dict(_figures(s, _counted(new) and _counted(old))) for s in (old, new))
     barred = lambda key: "everything" in bars or (key[0] != "acceptance" and "speed" in bars)  # noqa: E731
-    both = [key for key in before if key in now and not barred(key)]
+    apart = {f"stock:{name}" for name, was, is_ in _stock(old, new) if was != is_}
+    both = [key for key in before if key in now and not barred(key) and key[3] not in apart]
     sure = min(old["conditions"]["confidence"], new["conditions"]["confidence"])
     changes = tuple(_change(key, before[key], now[key], sure, len(both)) for key in both)
     names = {key_name(key): None for key in before if key not in now and key[0] != "speed-up under load"}
@@ -119,6 +120,7 @@ def _differences(new: Score, old: Score) -> Iterator[Difference]:
         ("tokens of a timed text", a.get("timing_tokens", a["max_new_tokens"]), b.get("timing_tokens", b["max_new_tokens"]),
          "speed" if whole else "everything"),
         ("seed", a["seed"], b["seed"], "speed"),
+        *((f"stock draft {name}", was, is_, "nothing") for name, was, is_ in _stock(old, new)),
         ("commit", (a.get("git") or {}).get("commit"), (b.get("git") or {}).get("commit"), "nothing"),
     ]  # fmt: skip
     for what, was, is_, bars in pairs:
@@ -130,6 +132,13 @@ def _differences(new: Score, old: Score) -> Iterator[Difference]:
             yield Difference(
                 f"other processes during the {which} score", told if which == "old" else "-", told if which == "new" else "-", "speed"
             )
+
+
+def _stock(old: Score, new: Score) -> Iterator[tuple[str, Any, Any]]:
+    """Stock drafts of both scores by name, each with what it was and is. Of one that is another model now no figure is compared."""
+    for name, was in old.get("stock", {}).items():
+        if is_ := new.get("stock", {}).get(name):
+            yield name, *({k: d[k] for k in ("name", "parameters", "revision", "content", "sha256")} for d in (was, is_))
 
 
 def _texts_apart(old: Score, new: Score) -> Iterator[tuple[str, Any, Any]]:

@@ -196,6 +196,8 @@ def public_score(score: Mapping[str, Any]) -> dict[str, Any]:
             name: {**{k: v for k, v in d.items() if k != "source"}, "arms": nameless(d["arms"])} for name, d in score["domains"].items()
         }
     out["corpus"] = {**score["corpus"], "source": corpus_name(score)}
+    if "stock" in score:
+        out["stock"] = {name: {**d, "source": _public_source(d["source"])} for name, d in score["stock"].items()}
     out["target"] = {**score["target"], "source": _public_source(score["target"]["source"])}
     # Arguments can hold paths and names of clients; the settings themselves stand in provenance.json.
     out["conditions"] = {**score["conditions"], "command": " ".join(str(score["conditions"]["command"]).split()[:2])}

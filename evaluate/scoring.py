@@ -34,7 +34,7 @@ from draftstill.progress import Progress, say
 from draftstill.recipe import OWN, Recipe
 from draftstill.recipe_io import fingerprint
 from draftstill.runfolder import RunFolder, Stage, hash_file, read_json, versions, write_json
-from draftstill.stages import candidate_recipes, content_of, draft_stage, stages
+from draftstill.stages import candidate_recipes, draft_stage, stages
 from draftstill.train import train_all
 
 Score = dict[str, Any]
@@ -103,8 +103,7 @@ def _drafts(bench: Bench, folders: Mapping[str, Path], found: Mapping[str, Stage
         if arm.draft is None or arm.draft in made:
             continue
         if arm.kind == "stock":
-            named = bench.recipe.evaluate.stock[name.partition(":")[2]]
-            made[arm.draft] = [named.model_dump(mode="json"), content_of(named.source)]
+            made[arm.draft] = {k: v for k, v in bench.stock[name.partition(":")[2]].items() if k != "name"}
             continue
         candidate = arm.candidate or name.partition(":")[2] or next(iter(folders))
         head = own[candidate].draft.head_tokens
@@ -245,6 +244,7 @@ def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], cost
         "target": about.about_target(bench),
         "draft": about.about_draft(own[shown], stages_[draft_stage(shown)]),
         "drafts": {name: about.about_draft(r, stages_[draft_stage(name)]) for name, r in own.items()},
+        **({"stock": bench.stock} if bench.stock else {}),
         "corpus": corpus,
         "costs": costs[at].to_json(),
         "costs_by_temperature": {f"{t:g}": c.to_json() for t, c in costs.items()},

@@ -159,6 +159,7 @@ def _train_one(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accele
     open_trackers(accelerator, recipe, stage)
     job = Job(recipe, recorded, stage.work, accelerator)
     job.run()
+    job.release_target()
     if accelerator.is_main_process:
         facts = job.save(stage.work / "model")
         log_rounds(accelerator, recipe, recorded, stage.work / "model", job.step)

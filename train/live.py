@@ -59,8 +59,10 @@ def replicated(recipe: Recipe) -> Live:
 
 
 def sharded(recipe: Recipe, device: torch.device, processes: int) -> Live:
-    """A part of each layer on every process (FSDP2), gathered for a layer's forward and let go behind it. Read into the CPU's memory first, so that no
-    device ever holds it whole. The model is transformers' own: what shards it works on modules. Its last bits differ from ``replicated``'s.
+    """A part of each layer on every process (FSDP2), gathered for a layer's forward and let go behind it.
+
+    Read into the CPU's memory first, so that no device ever holds it whole. The model is transformers' own: what shards it works on modules. It rounds
+    in other places than ``replicated``'s, which in bfloat16 moves its law as much as bfloat16 itself does.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 from dataclasses import asdict
@@ -161,6 +162,13 @@ class Job:
             say(f"  train: no better held-out {MEASURED[self.heldout.mode]} in {stale(self.curve)} measurements; stopped after step {self.step} of "
                 f"{self.steps}")  # fmt: skip
 
+    def release_target(self) -> None:
+        """Let a live target go: what comes behind the last step, such as decoding a sample, loads one of its own."""
+        self.live = None
+        gc.collect()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _end(self) -> NoReturn:
         """SIGTERM came: save, and end. Every rank calls it; none ends before the one that writes is through, or its launcher would kill that one."""
         if self.saved != self.step:
@@ -268,8 +276,16 @@ class Job:
             self.average.load(load_file(found[-1] / "average.safetensors"))
         before = state.get("processes", self.accelerator.num_processes)
         if before != self.accelerator.num_processes and self.accelerator.is_main_process:
-            say(f"  train: begun with {before} processes, goes on with {self.accelerator.num_processes}: the same sequences in the same steps, but sums "
-                "round otherwise, so the weights will differ in their last bits")  # fmt: skip
+            # One process alone is the engine's forward, several sharing a target are transformers': in bfloat16 their laws differ by more than bits.
+            other = self.live is not None and self.settings.live == "shard" and 1 in (before, self.accelerator.num_processes)
+            why = (
+                "another forward scores the texts, so the weights will differ"
+                if other
+                else "sums round otherwise, so the weights will differ in their last bits"
+            )
+            say(
+                f"  train: begun with {before} processes, goes on with {self.accelerator.num_processes}: the same sequences in the same steps, but {why}"
+            )
         self.step, self.tokens, self.seconds, self.curve, self.best = (state[k] for k in ("step", "tokens", "seconds", "curve", "best"))
         self.saved = self.step
 

@@ -102,7 +102,9 @@ def check_memory(found: Need, settings: Train, tokens: int, device: torch.device
     fixed = found.total - found.activations
     if fixed > has >= fixed - found.live:
         raise DraftstillError(problem, key="record.mode", value="live",
-                              mend="record.mode: topk or hidden keeps the target out of the training; train.live: shard divides it over processes")  # fmt: skip
+                              mend="record.mode: topk or hidden keeps the target out of the training; "
+                              + ("more processes hold less of it each" if settings.live == "shard" else
+                                 "in a launch of several processes train.live: shard divides it"))  # fmt: skip
     if fixed > has:
         raise DraftstillError(
             problem, key="draft", mend="take a smaller draft, train adapters (train.lora), or shard it over several devices"

@@ -68,7 +68,8 @@ class Meter:
         self._before = now
         spent = max(spent, 1e-9)
         return {
-            "train/compute_share": (stepped - read - scored) / spent,
+            # A GPU scores while the host reads the next batch: there the two are not parts of one whole.
+            "train/compute_share": (stepped - read - (0.0 if isinstance(self.scoring, DeviceWatch) else scored)) / spent,
             "train/data_share": read / spent,
             **({"train/target_share": scored / spent} if self.scoring.seconds else {}),
             "train/memory_peak_gib": peak(self.device),

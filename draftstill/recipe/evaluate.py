@@ -49,7 +49,7 @@ class Evaluate(Section):
     table of each token's most frequent successor, and ``composite``: lookup first and the tuned draft otherwise."""
     stock: Annotated[dict[str, Source], AfterValidator(_check_stock)] = {}
     """Existing drafts scored beside the tuned ones and at the same gammas, as they are and with their whole head: each a name with a section like
-    ``target``, for example the draft that you serve today. They must have the target's vocabulary."""
+    ``record.draft``, for example the one that you serve today. They must have the target's vocabulary."""
     domains: Annotated[dict[str, Corpus], AfterValidator(_check_domains)] = {}
     """Further held-out text, each a name with a section like ``corpus``: scored apart, to see what the draft is worth elsewhere. None of it
     may have been trained on."""

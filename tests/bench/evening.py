@@ -62,7 +62,8 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
         "record": {**demo["record"], "document_tokens": 4_000 if quick else options.tokens},
         "train": {**demo["train"], "num_train_epochs": options.epochs, "eval_steps": 100, "head_tokens": HEAD if screen else options.head_tokens,
                   **({"max_steps": 4} if quick else {})},
-        "evaluate": {**demo["evaluate"], "candidates": ["tuned", "lookup", "composite"], "gammas": [1, 2, 3, 4], "prompts": 4 if quick else 48,
+        "evaluate": {**demo["evaluate"], "candidates": ["tuned", "lookup", *(() if screen else ("composite",))],
+                     "gammas": [1, 2, 3] if screen else [1, 2, 3, 4], "prompts": 4 if quick else 48,
                      "timing_prompts": 2 if quick or screen else 24, "audit_prompts": 0 if quick or screen else 4,
                      **({"max_new_tokens": 8} if quick else {})},
     }  # fmt: skip

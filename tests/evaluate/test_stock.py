@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftstill.errors import DraftstillError
+from draftstill.evaluate.comparing import compare
 from draftstill.evaluate.load import measure_load
 from draftstill.evaluate.scoring import score
 from draftstill.recipe_io import load_recipe
@@ -39,6 +40,14 @@ def test_an_existing_draft_is_scored_beside(tmp_path: Path) -> None:
         mine = next(r for r in alone["sweep"] if (r["arm"], r["swept"]) == ("tuned", gamma))
         assert by["tuned", gamma]["counts"]["metrics"] == mine["counts"]["metrics"]
     assert result["publish"] == "tuned"
+    told = result["stock"]["other"]
+    assert told["name"] == "other" and told["content"] and told["parameters"] > 0 and "stock" not in alone
+    # An old score whose stock draft of the same name was another model: nothing of it is compared, everything else is.
+    old = {**result, "stock": {**result["stock"], "other": {**told, "content": "another"}}}
+    compared = compare(result, old)
+    arms = {c.arm for c in compared.changes}
+    assert "stock:other" not in arms and {"stock:same", "tuned"} <= arms
+    assert "stock draft other" in {d.what for d in compared.differences} and not compared.regressed
     page = (stages(recipe, run)["score"].folder / "report.html").read_text()
     assert "other (stock draft)" in page and "c-stock" in page
     json.dumps(result["audit"])

@@ -32,7 +32,7 @@ from draftstill.train.launch import train
 from draftstill.train.live import Live, live_target, replicated
 from draftstill.train.loop import Job
 from draftstill.train.step import optimize
-from tests.pipeline import PADDED, REAL, borrowed, command, finished, make_model, opened, sources
+from tests.pipeline import PADDED, borrowed, command, finished, make_model, opened, sources
 from tests.train.jobs import Stop, assert_same, gradients, stop_at
 from tests.train.test_launch import SHARDED, launch
 
@@ -409,4 +409,3 @@ def test_on_cuda_the_targets_time_is_the_devices(monkeypatch: pytest.MonkeyPatch
 def test_the_recipe_knows_the_key() -> None:
     with pytest.raises(ValidationError, match="replicate"):
         Recipe.model_validate({"run_dir": "x", "target": {"source": "x"}, "corpus": {"source": "x"}, "train": {"live": "both"}})
-    assert REAL < PADDED
