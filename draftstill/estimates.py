@@ -160,7 +160,8 @@ def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None])
         # One micro-batch's float32 logits: the largest single thing when the head is not chunked.
         logits_in_training = 4.0 * recipe.train.per_device_train_batch_size * recipe.record.sequence_length * target.vocabulary
         training = max(drafted) * TRAINING_BYTES + logits_in_training + _live_bytes(recipe, target, width)
-        memory = max(asking, training, _tuning_bytes(recipe, target, width)) + RUNTIME_GIB * 2**30
+        scoring = _scoring_bytes(recipe, target, drafted, width)
+        memory = max(asking, training, scoring, _tuning_bytes(recipe, target, width)) + RUNTIME_GIB * 2**30
         disk += target.parameters() * width if recipe.adapt else 0
     return Estimates(responses, recorded, scored, _steps(recipe, length), recording, disk, memory)
 
@@ -180,6 +181,15 @@ def _tuning_bytes(recipe: Recipe, target: Size, width: int) -> float:
     tokens = recipe.adapt.per_device_train_batch_size * recipe.adapt.sequence_length
     layers = math.ceil(math.sqrt(target.layers)) if recipe.adapt.gradient_checkpointing else target.layers
     return float(target.parameters() * width + tokens * layers * ACTIVATIONS * target.hidden * width)
+
+
+def _scoring_bytes(recipe: Recipe, target: Size, drafted: Sequence[int], width: int) -> int:
+    """Memory of the score: target, drafts before and after training, and stock drafts whose size is known here; while the audit runs, all of them
+    once more in float32."""
+    settings = recipe.evaluate
+    stock = [size.parameters() for named in settings.stock.values() if (size := size_of(local_config(named)))]
+    copies = ("untuned" in settings.candidates) + bool({"tuned", "composite"} & set(settings.candidates))
+    return (target.parameters() + copies * sum(drafted) + sum(stock)) * (width + (4 if settings.audit_prompts else 0))
 
 
 def _sequences(recipe: Recipe, length: int) -> int:

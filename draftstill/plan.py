@@ -78,7 +78,10 @@ def problems(recipe: Recipe) -> list[str]:
         found.append(f"run_dir: needs about {_bytes(disk)} and the disk has {_bytes(free)} free; free some or give another run_dir")
     memory = memory_gib() * 2**30
     if resolved_device(recipe) == "cpu" and need.memory_bytes and need.memory_bytes > memory:
-        found.append(f"memory: needs about {_bytes(need.memory_bytes)} and this machine has {_bytes(memory)}; lower the batch sizes")
+        found.append(
+            f"memory: needs about {_bytes(need.memory_bytes)} and this machine has {_bytes(memory)}; lower the batch sizes, or "
+            "evaluate.audit_prompts: 0, which keeps the score from holding all models in float32, too"
+        )
     return found
 
 

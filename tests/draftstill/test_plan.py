@@ -127,6 +127,23 @@ def test_estimates_of_a_local_target(tmp_path: Path, target: Path) -> None:
     assert "134.5 M parameters, 30 layers" in text
 
 
+def test_the_score_holds_all_models_and_the_audit_once_more_in_float32(tmp_path: Path, target: Path) -> None:
+    size = size_of(SMOLLM2_135M)
+    assert size is not None
+
+    def memory(**evaluate: Any) -> float:
+        recipe = make(tmp_path, target={"source": str(target), "dtype": "bfloat16"}, respond={"batch_size": 1}, record={"batch_size": 1, "sequence_length": 16},
+                      train={"per_device_train_batch_size": 1}, evaluate=evaluate)  # fmt: skip
+        found = e.estimate(recipe, size, list(e.sizes_of_drafts(recipe, size).values())).memory_bytes
+        assert found is not None
+        return found
+
+    stock = {f"copy-{n}": {"source": str(target)} for n in range(8)}
+    alone, beside = memory(stock=stock, candidates=["lookup"], audit_prompts=0), memory(stock=stock, candidates=["lookup"])
+    assert alone - e.RUNTIME_GIB * 2**30 == 9 * size.parameters() * 2 and beside - e.RUNTIME_GIB * 2**30 == 9 * size.parameters() * 6
+    assert memory(candidates=["lookup"], audit_prompts=0) < alone
+
+
 def test_an_absent_target_is_unknown_and_no_network_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
