@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftstill.distill import Recording, inspect, record, seed_of
+from draftstill.distill.refusing import Refused, Unscored
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import RunFolder
 from draftstill.stages import stages
@@ -176,3 +177,15 @@ def test_a_heldout_side_without_any_law_is_refused(whole: Path, tmp_path: Path) 
         with pytest.raises(DraftstillError, match="heldout texts are refused") as caught:
             record(*opened(home(tmp_path / "a", server.url)))
         assert caught.value.key == "record.max_refused"
+
+
+def test_processes_that_refuse_at_the_same_moment_are_added_up(tmp_path: Path) -> None:
+    """Each sees only shards that are there already: alone each is within the limit, together they are not."""
+    refused = Refused(tmp_path, "train", texts=20, limit=0.1)
+    for shard in (0, 1):
+        refused.settle(shard, {0: Unscored({}, "too long", "no room"), 3: Unscored({}, "too long", "no room")})
+    with pytest.raises(DraftstillError, match="4 of the 20 train texts") as caught:
+        refused.check()
+    assert caught.value.key == "record.max_refused"
+    Refused(tmp_path, "train", texts=40, limit=0.1).check()
+    Refused(tmp_path, "heldout", texts=1, limit=0.0).check()
