@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import io
 import shutil
 import tempfile
@@ -136,6 +137,17 @@ def test_weights_after_some_steps_are_those_of_recorded_hidden_states(tmp_path: 
     # AdamW's first steps divide a gradient by its own size, so that the last bits of small ones show: 3e-6 here, where weights move by 1e-2.
     furthest = max(float((p - weights[1][n]).abs().max()) for n, p in weights[0].items())
     assert furthest < 1e-5, furthest
+
+
+def test_the_target_is_let_go_before_a_sample_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decodes loads a target of its own; the memory was reckoned for one."""
+    import draftstill.train.launch as launch
+
+    left: list[int] = []
+    monkeypatch.setattr(launch, "log_rounds", lambda *_: left.append(sum(isinstance(x, Live) for x in gc.get_objects())))
+    before = sum(isinstance(x, Live) for x in gc.get_objects())
+    launch.train(*opened(home_of(tmp_path, train={"max_steps": 1, "eval_steps": 1})))
+    assert left and set(left) == {before}
 
 
 def test_states_are_to_the_bit_those_that_would_be_recorded(tmp_path: Path) -> None:
