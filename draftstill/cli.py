@@ -286,7 +286,7 @@ def recipe_show(recipe: RecipePath, overrides: Overrides = None) -> None:
 @recipe_app.command("reference")
 def recipe_reference_() -> None:
     """Print the reference of all keys as Markdown (docs/recipe.md)."""
-    from draftstill.plan import reference_page
+    from draftstill.reference import reference_page
 
     print(reference_page(), end="")
 

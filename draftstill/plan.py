@@ -16,7 +16,6 @@ from draftstill.machine import cores, cpu_has_bf16, cpu_model, memory_gib
 from draftstill.progress import duration
 from draftstill.readers import local_path
 from draftstill.recipe import Adapt, Draft, Recipe
-from draftstill.recipe_io import recipe_reference
 from draftstill.runfolder import RunFolder, Stage, read_json
 from draftstill.sizes import Size
 from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, stages, trains_in_bf16
@@ -267,28 +266,3 @@ def _bytes(count: float) -> str:
 
 def _count(parameters: float) -> str:
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
-
-
-def reference_page() -> str:
-    """docs/recipe.md: every key of the recipe, from the field docstrings."""
-    lines = [
-        "# Recipe reference",
-        "",
-        "<!-- Made by `make docs` from draftstill/recipe/; edit the docstrings there. -->",
-        "",
-        "A recipe is one YAML file that holds a whole run. Unknown keys, repeated keys and wrong types are refused, all at once.",
-        "Any value can be replaced on the command line: `draftstill run RECIPE train.learning_rate=2e-4`.",
-        "`draftstill recipe show RECIPE` prints the resolved values, `draftstill recipe schema` the JSON schema for editors.",
-    ]
-    section: str | None = None
-    for key, kind, default, meaning in recipe_reference():
-        head = key.rpartition(".")[0]
-        if head != section:
-            section = head
-            lines += ["", f"## {head or 'The run'}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines.append("| " + " | ".join((f"`{key}`", _cell(kind), _cell(default), meaning.replace("``", "`").replace("|", "\\|"))) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text if text == "required" else "`" + text.replace("|", "\\|") + "`"

@@ -189,18 +189,6 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", field
 
 
-def recipe_reference() -> list[tuple[str, str, str, str]]:
-    """Rows (key, type, default, meaning) for the recipe reference page."""
-    rows = []
-    for path, field in _fields(Recipe):
-        kind = field.annotation
-        text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
-        text = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", text.replace("draftstill.recipe.", ""))
-        default = "required" if field.is_required() else json.dumps(field.default, default=str)
-        rows.append((path, text, default, " ".join((field.description or "").split())))
-    return rows
-
-
 def recipe_schema() -> str:
     """JSON schema for editors; put ``# yaml-language-server: $schema=...`` on a recipe's first line to use it."""
     return json.dumps(Recipe.model_json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -123,7 +123,7 @@ class Stage:
         self.fingerprint = fingerprint(self.inputs)
         self.folder = run.path / name
         self.work = run.path / f"{name}.partial"
-        self._started = time.time()
+        self._started, self._spent = time.time(), 0.0
 
     @property
     def done(self) -> bool:
@@ -145,15 +145,25 @@ class Stage:
 
     def begin(self) -> Path:
         """The folder to work in, new or as the last attempt left it."""
-        self._started = time.time()
+        self._started, self._spent = time.time(), 0.0
         if self.begun and self.worked:
             self._same(self.work / "stage.json", self.work)
-        if not (self.begun and self.worked):
+        if self.begun and self.worked:
+            self._spent = self._spent_before()
+        else:
             self.work.mkdir(parents=True, exist_ok=True)
-            write_json(self.work / "stage.json", {"stage": self.name, "fingerprint": self.fingerprint, "inputs": self.inputs})
+        write_json(self.work / "stage.json", {"stage": self.name, "fingerprint": self.fingerprint, "inputs": self.inputs,
+                                              "started": self._started, "spent": self._spent})  # fmt: skip
         for left in [*self.work.rglob(".*.tmp")]:  # a killed process could not clear its half-written files away
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         return self.work
+
+    def _spent_before(self) -> float:
+        """Seconds that earlier attempts worked: a killed one at least until it last wrote something."""
+        before = read_json(self.work / "stage.json")
+        started = before.get("started", self._started)  # absent: begun by a version that kept no time
+        last = max((p.stat().st_mtime for p in self.work.rglob("*") if p.is_file()), default=started)
+        return float(before.get("spent", 0.0) + max(0.0, last - started))
 
     def finish(self, **facts: Any) -> Path:
         """Write the provenance and rename the work folder into place."""
@@ -169,7 +179,7 @@ class Stage:
             "fingerprint": self.fingerprint,
             "inputs": self.inputs,
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "seconds": round(time.time() - self._started, 1),
+            "seconds": round(self._spent + time.time() - self._started, 1),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": versions(),
             "git": git_state(),

@@ -209,10 +209,6 @@ def test_the_recipes_that_ship_are_valid(name: str) -> None:
     load_recipe(ROOT / "configs" / f"{name}.yaml")
 
 
-def test_the_reference_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8") == p.reference_page(), "run `make docs`"
-
-
 @pytest.mark.parametrize("name", ["single", "ddp"])
 def test_accelerate_reads_its_configurations(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file

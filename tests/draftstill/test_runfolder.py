@@ -113,6 +113,45 @@ def test_finished_folder_holds_provenance_only_at_the_end(tmp_path):
     assert not (stage.folder / "stage.json").exists()
 
 
+def test_a_stage_counts_the_seconds_of_every_attempt(tmp_path, monkeypatch):
+    """Two killed attempts, each as long as until it last wrote something, and the one that finishes; the hours between them are nobody's."""
+    now = 1000.0
+    monkeypatch.setattr(runfolder.time, "time", lambda: now)
+    for start, wrote in ((1000.0, 1050.0), (9000.0, 9007.0)):
+        now = start
+        work = RunFolder(tmp_path).stage("draft", {"seed": 1}).begin()
+        for path in [work / "stage.json", *([work / "weights"] if (work / "weights").exists() else [])]:
+            os.utime(path, (start, start))  # the kernel's clock is not the patched one
+        (work / "weights").write_text(str(start))
+        os.utime(work / "weights", (wrote, wrote))
+    now = 20_000.0
+    stage = RunFolder(tmp_path).stage("draft", {"seed": 1})
+    stage.begin()
+    now = 20_003.0
+    stage.finish()
+    assert read_json(stage.folder / "provenance.json")["seconds"] == 50 + 7 + 3
+
+
+def test_an_attempt_that_made_nothing_took_no_time(tmp_path):
+    stage = RunFolder(tmp_path).stage("draft", {"seed": 1})
+    os.utime(stage.begin() / "stage.json", (4e9, 4e9))
+    again = RunFolder(tmp_path).stage("draft", {"seed": 1})
+    again.begin()
+    again.finish()
+    assert read_json(again.folder / "provenance.json")["seconds"] < 100
+
+
+def test_a_stage_begun_before_time_was_kept_goes_on(tmp_path):
+    stage = RunFolder(tmp_path).stage("draft", {"seed": 1})
+    work = stage.begin()
+    (work / "weights").write_text("made")
+    write_json(work / "stage.json", {k: v for k, v in read_json(work / "stage.json").items() if k not in ("started", "spent")})
+    again = RunFolder(tmp_path).stage("draft", {"seed": 1})
+    again.begin()
+    again.finish()
+    assert 0 <= read_json(again.folder / "provenance.json")["seconds"] < 100
+
+
 def test_lock_refuses_a_second_process(tmp_path):
     code = f"from draftstill.runfolder import RunFolder\nwith RunFolder({str(tmp_path)!r}).lock(): print('held')"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
