@@ -23,6 +23,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +34,15 @@ import yaml
 from draftstill.cli import config_path
 from draftstill.decode import set_threads
 from draftstill.errors import DraftstillError
-from draftstill.machine import LoadWatch, describe_machine
+from draftstill.machine import describe_machine
 from draftstill.progress import duration, say
 from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
-from draftstill.runfolder import RunFolder, atomic_write, git_state, read_json, versions, write_json
+from draftstill.runfolder import RunFolder, atomic_write, read_json, versions, write_json
 from draftstill.sources import wheel_files
-from draftstill.stages import resolved_dtype
+from draftstill.stages import resolved_dtype, stages
 from draftstill.train import adapt, train
-from tests.bench.drift_cells import DEPLOYED, GAMMA, TEMPERATURES, measure, texts
+from tests.bench.drift_cells import DEPLOYED, GAMMA, TEMPERATURES, holds, made_of, measure, texts
 from tests.bench.drift_report import GOAL, LOSSES, markdown, summary
 from tests.bench.sweeps import borrow
 
@@ -148,17 +149,27 @@ class Bench:
 
     def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Name and work of everything that is not there yet, in an order in which each finds what it needs."""
-        if not self.model("general").exists():
+        if not self._done(*self.general_draft(), "draft"):
             yield "general/draft", lambda: self._train(*self.general_draft())
         for domain in self.domains:
-            if not (self.folder / "runs" / f"{domain}-target" / "adapted" / "provenance.json").exists():
+            if not self._done(*self.tuned_target(domain), "adapted"):
                 yield f"{domain}/target", lambda d=domain: self._adapt(d)  # type: ignore[misc]
             for which in ("general", "drifted"):
-                if not self._cell(domain, which).exists():
+                if not self._measured(domain, which, self.model("general")):
                     yield f"{domain}/{which}", lambda d=domain, w=which: self._measure(d, w, self.model("general"))  # type: ignore[misc]
             for name, (recipe, run, borrowed) in self.drafts(domain).items():
-                if not self._cell(domain, name).exists():
+                if not self._measured(domain, name, run.path / "draft" / "model"):
                     yield f"{domain}/{name}", lambda d=domain, n=name, r=recipe, f=run, b=borrowed: self._distil(d, n, r, f, b)  # type: ignore[misc]
+
+    def _done(self, recipe: Recipe, run: RunFolder, stage: str) -> bool:
+        """Whether a stage is there. One that another recipe made is refused by the stage itself."""
+        return stages(recipe, run)[stage].done
+
+    def _measured(self, domain: str, name: str, draft: Path) -> bool:
+        written = self._written(domain, name)
+        if not (written.exists() and (draft / "model.safetensors").exists()):
+            return False
+        return holds(self._cell(domain, name), made_of(draft, written, self.sizes.new_tokens))
 
     def _train(self, recipe: Recipe, run: RunFolder) -> None:
         with run.lock():
@@ -183,18 +194,21 @@ class Bench:
     def _cell(self, domain: str, name: str) -> Path:
         return self.folder / "cells" / f"{domain}-{name}.json"
 
+    def _written(self, domain: str, name: str) -> Path:
+        """Where lies what the target wrote that this arm's draft is measured on."""
+        return self.folder / "cells" / f"{domain}-texts-{'general' if name == 'general' else 'tuned'}.json"
+
     def _measure(self, domain: str, name: str, draft: Path) -> None:
         recipe, run = self.tuned_target(domain)
         if name == "general":  # the same prompts, to the target as it was
             recipe = recipe.model_copy(update={"adapt": None})
-        which = "general" if name == "general" else "tuned"
-        written = self.folder / "cells" / f"{domain}-texts-{which}.json"
+        written = self._written(domain, name)
         texts(recipe, run, written, self.sizes.test_prompts, self.sizes.new_tokens)
         measure(recipe, draft, written, self._cell(domain, name), self.sizes.new_tokens)
 
     def report(self) -> dict[str, Any]:
         """Everything measured so far."""
-        domains, perplexity, conditions = {}, {}, {}
+        domains, perplexity, conditions, commits = {}, {}, {}, set[str]()
         for domain in self.domains:
             cells = {
                 p.stem.removeprefix(f"{domain}-"): read_json(p)
@@ -202,12 +216,14 @@ class Bench:
                 if "-texts-" not in p.name
             }
             domains[domain] = summary(cells)
+            commits |= {str(cell["commit"]) for cell in cells.values()}
             conditions[domain] = {"prompts": len(next(iter(cells.values()))["prompts"]) if cells else 0}
             facts = self.folder / "runs" / f"{domain}-target" / "adapted" / "provenance.json"
             if facts.exists():
                 perplexity[domain] = read_json(facts)["facts"]["perplexity"]
-        return {"domains": domains, "perplexity": perplexity, "conditions": conditions, "failed": self.failed, "gamma": GAMMA, "temperatures": TEMPERATURES,
-                "goal": GOAL, "machine": describe_machine(), "versions": versions(), "git": git_state(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+        return {"domains": domains, "perplexity": perplexity, "conditions": conditions, "failed": self.failed, "gamma": GAMMA,
+                "temperatures": TEMPERATURES, "goal": GOAL, "date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "versions": versions(),
+                "measured_by": sorted(commits)}  # fmt: skip
 
 
 def general_text(folder: Path) -> Path:
@@ -262,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = options.out or Path("runs/bench") / f"drift{form}"
     folder.mkdir(parents=True, exist_ok=True)
     bench = tiny(folder) if options.quick else real(folder, SMALL if options.small else FULL)
-    watch, started, left = LoadWatch(), time.monotonic(), 0
+    started, left = time.monotonic(), 0
     for name, work in bench.pieces():
         if options.budget_minutes is not None and time.monotonic() - started > 60 * options.budget_minutes:
             left += 1
@@ -270,14 +286,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"== {name} (at {duration(time.monotonic() - started)})")
         try:
             work()
-        except DraftstillError as error:
+        except Exception as error:  # hours of other pieces may be waiting behind it
             if name.endswith(("/draft", "/target")):
                 raise
-            bench.failed[name] = error.problem
-            say(f"  {error}")
+            bench.failed[name] = error.problem if isinstance(error, DraftstillError) else f"{type(error).__name__}: {error}"
+            traceback.print_exc()
     report = bench.report()
-    report |= {"seconds": time.monotonic() - started, "other_cores": watch.other_cores(), "form": form.lstrip("-") or "full",
-               "dtype": resolved_dtype(bench.general_draft()[0])}  # fmt: skip
+    report |= {"form": form.lstrip("-") or "full", "dtype": resolved_dtype(bench.general_draft()[0])}
     write_json(folder / "drift.json", report)
     atomic_write(folder / "drift.md", markdown(report))
     print("\n" + markdown(report))

@@ -14,7 +14,8 @@ from draftstill.decode import Decoder, Loaded, ModelDrafter, Network, Request, S
 from draftstill.decode.trace import check, metrics
 from draftstill.distill import Prompt, cut_prompts, seed_of
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder, read_json, write_json
+from draftstill.recipe_io import fingerprint
+from draftstill.runfolder import RunFolder, git_state, hash_file, read_json, write_json
 from draftstill.sources import load_model, quiet_transformers, resolve_model
 from draftstill.stages import resolved_device, resolved_dtype
 
@@ -26,13 +27,24 @@ _ROWS = 16
 
 def texts(recipe: Recipe, run: RunFolder, path: Path, count: int, tokens: int) -> None:
     """What a recipe's target writes to held-out prompts, plainly decoded, at each temperature; written once."""
-    if path.exists():
+    made = {"target": fingerprint(recipe.target, recipe.adapt, recipe.corpus), "prompts": count, "tokens": tokens}
+    if holds(path, made):
         return
     with quiet_transformers():
         target = load_target(recipe)
     prompts = held_out(recipe, run, target, count)
     found = {f"{t:g}": [x.tokens for x in decode(target, None, prompts, Sampling(t), tokens)] for t in TEMPERATURES}
-    write_json(path, {"prompts": [{"id": p.id, "ids": p.ids} for p in prompts], "texts": found})
+    write_json(path, {"made": made, "prompts": [{"id": p.id, "ids": p.ids} for p in prompts], "texts": found})
+
+
+def holds(path: Path, made: dict[str, Any]) -> bool:
+    """Whether a file is there and was made of these things: reused by its name alone, an old figure would stand among new ones."""
+    return path.exists() and read_json(path).get("made") == made
+
+
+def made_of(draft: Path, written: Path, tokens: int) -> dict[str, Any]:
+    """What decides a cell: the draft's weights, the target's texts, and how it decodes."""
+    return {"draft": hash_file(draft / "model.safetensors"), "texts": hash_file(written), "tokens": tokens, "gamma": GAMMA}
 
 
 def held_out(recipe: Recipe, run: RunFolder, target: Loaded, count: int) -> list[Prompt]:
@@ -57,7 +69,8 @@ def measure(recipe: Recipe, draft: Path, written: Path, path: Path, tokens: int)
         draft: the model's folder.
         written: what ``texts`` wrote for this target.
     """
-    if path.exists():
+    made = made_of(draft, written, tokens)
+    if holds(path, made):
         return
     stored = read_json(written)
     prompts = [Prompt(p["id"], p["ids"], 0) for p in stored["prompts"]]
@@ -71,7 +84,7 @@ def measure(recipe: Recipe, draft: Path, written: Path, path: Path, tokens: int)
     traces = decode(target, network, prompts, Sampling(DEPLOYED), tokens)
     counts = [metrics([trace]) for trace in traces]
     write_json(path, {
-        "prompts": [p.id for p in prompts],
+        "made": made, "commit": git_state(), "prompts": [p.id for p in prompts],
         "alpha": {t: [sum(a) for a in rows] for t, rows in alphas.items()}, "positions": {t: [len(a) for a in rows] for t, rows in alphas.items()},
         **{name: [c[name] for c in counts] for name in ("proposed", "accepted", "rounds", "emitted")},
     })  # fmt: skip

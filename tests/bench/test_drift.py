@@ -78,6 +78,11 @@ def test_the_path_runs_and_goes_on(bench: drift.Bench, monkeypatch: pytest.Monke
             done.append(name)
     assert done == wanted
     assert {name for name, _ in bench.pieces()} == {f"biology/{n}" for n in WORDS} - set(wanted), "what is done is not done again"
+    model = bench.model("biology-ce") / "model.safetensors"
+    kept = model.read_bytes()
+    model.write_bytes(kept + b" ")
+    assert "biology/ce" in {name for name, _ in bench.pieces()}, "a draft that was made anew is measured anew"
+    model.write_bytes(kept)
     runs = bench.folder / "runs"
     made = [(runs / f"biology-{n}" / "responses" / "provenance.json").read_bytes() for n in ("forward_kl", "ce")]
     assert made[0] == made[1], "both losses learn from one set of responses"
@@ -101,6 +106,14 @@ def test_a_spent_budget_starts_nothing_and_a_refusal_is_told(
     monkeypatch.setattr(drift.Bench, "pieces", lambda self: iter([("biology/ce", refused)]))
     assert drift.main(["--quick", "--out", str(tmp_path)]) == 1
     assert "not measured: no room" in capsys.readouterr().out
+
+    def broken() -> None:
+        raise RuntimeError("not enough memory")
+
+    done = []
+    monkeypatch.setattr(drift.Bench, "pieces", lambda self: iter([("biology/ce", broken), ("biology/lk", lambda: done.append(1))]))
+    assert drift.main(["--quick", "--out", str(tmp_path)]) == 1 and done, "one failing piece does not lose the others"
+    assert "not measured: RuntimeError: not enough memory" in capsys.readouterr().out
     monkeypatch.setattr(drift.Bench, "pieces", lambda self: iter([("biology/target", refused)]))
     with pytest.raises(DraftstillError):
         drift.main(["--quick", "--out", str(tmp_path)])
