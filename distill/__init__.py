@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from draftstill.distill.fused import STATS, Confidence, Objective, Teacher, fused_loss, fused_tokens
     from draftstill.distill.inspecting import inspect
     from draftstill.distill.kernels import LOSS_TERMS
-    from draftstill.distill.prompts import Prompt, Refusals, cut_prompts, encode, seed_of
+    from draftstill.distill.prompts import LONGER, Prompt, Refusals, context_of, cut_prompts, encode, seed_of
     from draftstill.distill.recorder import record
     from draftstill.distill.recording import Recorded, Recording
     from draftstill.distill.responses import read_responses, respond
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from draftstill.distill.weights import largest_gaps, prefix_confidence, runs, within
 
 _HOME = {
-    "chat_turn": "chats", "Refusals": "prompts",
+    "chat_turn": "chats", "LONGER": "prompts", "Refusals": "prompts", "context_of": "prompts",
     "LOSS_TERMS": "kernels", "STATS": "fused", "Objective": "fused", "Teacher": "fused", "fused_loss": "fused", "Prompt": "prompts", "cut_prompts": "prompts",
     "encode": "prompts", "seed_of": "prompts", "Hidden": "scoring", "TopK": "scoring", "record": "recorder", "score_texts": "scoring", "Text": "sources",
     "Confidence": "fused", "fused_tokens": "fused", "largest_gaps": "weights", "prefix_confidence": "weights", "runs": "weights", "within": "weights",

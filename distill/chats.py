@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftstill.corpus import Document
-from draftstill.distill.prompts import Prompt, Refusals, require_template, seed_of, templated
+from draftstill.distill.prompts import LONGER, Prompt, Refusals, require_template, seed_of, templated
 from draftstill.readers import Unusable, text_of
 from draftstill.recipe import Respond
 
@@ -46,9 +46,7 @@ def _prompt(document: Document, tokenizer: Any, longest: int) -> Prompt:
         raise Unusable("nothing is asked", "no text before the assistant's last turn")
     fitting = [rest for rest in _shorter(turns) if sum(len(m["content"]) for m in rest) <= _CHARS_PER_TOKEN * longest]
     if not fitting:
-        raise Unusable(
-            "longer than a prompt may be", f"{len(turns[-1]['content']):,} characters in the last turn; {longest} tokens are allowed"
-        )
+        raise Unusable(LONGER, f"{len(turns[-1]['content']):,} characters in the last turn; {longest} tokens are allowed")
     for rest in fitting:
         try:
             prompt = templated(document.id, rest, tokenizer, "real", document.tools)
@@ -56,7 +54,7 @@ def _prompt(document: Document, tokenizer: Any, longest: int) -> Prompt:
             raise Unusable("refused by the chat template", _line(error)) from None
         if len(prompt.ids) <= longest:
             return prompt
-    raise Unusable("longer than a prompt may be", f"{len(prompt.ids)} tokens without its older turns; {longest} are allowed")
+    raise Unusable(LONGER, f"{len(prompt.ids)} tokens without its older turns; {longest} are allowed")
 
 
 def _shorter(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -16,6 +16,10 @@ _CHAIN = ["temperature", "top_k", "top_p", "min_p"]
 """llama.cpp's own order ends with the temperature: top-p would then cut another law than everywhere else."""
 
 
+CALLS, REASONING = "tool_calls", "reasoning set apart"
+"""Ends of a chat answer that comes beside its text; without ids nobody knows how the target wrote it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A prompt and how it is to be continued."""
@@ -51,7 +55,7 @@ class Answer:
     ids: list[int] | None
     """Token ids as the server gave them; None: text only."""
     finish: str
-    """``eos``, ``stop`` (a stop string), ``length``, or the server's own word."""
+    """``eos``, ``stop`` (a stop string), ``length``, what does not stand in the text (``CALLS``, ``REASONING``), or the server's own word."""
     raw: dict[str, Any]
 
 
@@ -144,10 +148,20 @@ def read_answer(kind: Kind, api: Api, raw: dict[str, Any]) -> Answer | None:
     choices = raw.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return None
-    choice = choices[0]
+    choice, ids = choices[0], _ids(choices[0].get("token_ids"))
     message = choice.get("message") or {}
     text = message.get("content") if api == "chat" else choice.get("text")
-    return Answer(str(text or ""), _ids(choice.get("token_ids")), "tool_calls" if message.get("tool_calls") else _finish(choice), raw)
+    apart = None if api == "completions" else _apart(message, text, ids)
+    return Answer(text if isinstance(text, str) else "", ids, apart or _finish(choice), raw)
+
+
+def _apart(message: dict[str, Any], text: Any, ids: list[int] | None) -> str | None:
+    """In place of an end: what of the answer does not stand in its text. Where ids hold it, only a call is told, since it ends an answer, too."""
+    if message.get("tool_calls"):
+        return CALLS
+    if ids is None and (message.get("reasoning_content") or message.get("reasoning")):
+        return REASONING
+    return None if ids is not None or text is None or isinstance(text, str) else "content in parts"
 
 
 def _ids(value: Any) -> list[int] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftstill.distill.dialects import Answer, Ask
+from draftstill.distill.dialects import CALLS, Answer, Ask
 from draftstill.distill.prompts import Prompt, encode, opening, seed_of
 from draftstill.distill.servers import OF_ONE_REQUEST, Client, ServerError, each
 from draftstill.distill.writing import FINISHED, REFUSED, TOO_LONG, Row, Window, row_of
@@ -153,7 +153,7 @@ class OverHttp:
             ids = encode(tokenizer, answer.text) if answer.text else []
             if tokenizer.decode(ids) != answer.text:
                 return [], "text that the target's tokenizer does not give back"
-        elif finish == "tool_calls":
+        elif finish == CALLS:
             finish = "eos"
         if ids and max(ids) >= self.target.vocab:
             return [], "ids that the target does not have"

@@ -19,6 +19,10 @@ _CHARS_PER_TOKEN = 8
 """More characters than any tokenizer needs per token of prose; the text is tokenised generously and cut to the token."""
 
 
+LONGER = "longer than a prompt may be"
+"""Why a conversation or a passage makes no prompt, where nothing else is wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Ids a target continues; ``supervised_from`` is the first position whose next token is learnt from."""
@@ -42,9 +46,16 @@ class Refusals:
     def add(self, name: str, reason: str, detail: str = "") -> None:
         self.rows.append({"id": name, "reason": reason, "detail": detail})
 
-    def counts(self) -> dict[str, int]:
-        """Rows by reason."""
-        return dict(sorted(Counter(r["reason"] for r in self.rows).items()))
+    def counts(self, since: int = 0) -> dict[str, int]:
+        """Rows by reason, from one on."""
+        return dict(sorted(Counter(r["reason"] for r in self.rows[since:]).items()))
+
+    def told(self, since: int = 0) -> tuple[str, str]:
+        """The commonest reason from one row on, of which there must be one; and all counts with the first detail of that reason, for a message."""
+        reason, _ = Counter(r["reason"] for r in self.rows[since:]).most_common(1)[0]
+        counts = ", ".join(f"{count:,} {why}" for why, count in self.counts(since).items())
+        details = [r["detail"] for r in self.rows[since:] if r["reason"] == reason and r["detail"]]
+        return reason, counts + (f"; the first: {details[0]}" if details else "")
 
 
 def seed_of(*parts: object) -> int:
@@ -73,6 +84,9 @@ def cut_prompts(documents: Sequence[Document], count: int, settings: Respond, to
     Args:
         context: tokens that the target's context holds.
         refusals: filled with the conversations that made no prompt.
+
+    Raises:
+        DraftstillError: a cut prompt does not fit the context.
     """
     from draftstill.distill.chats import real_prompts
 
@@ -80,17 +94,43 @@ def cut_prompts(documents: Sequence[Document], count: int, settings: Respond, to
     upto = lambda n: (2 * n * len(chats) + len(documents)) // (2 * len(documents)) if documents else 0  # noqa: E731 - n times the share, rounded
     share = upto(count)
     found = real_prompts(chats, share, settings, tokenizer, seed, context, refusals or Refusals()) if share else []
-    kinds = {True: iter(found), False: iter(cut(texts, count - share, settings, tokenizer, seed))}
+    kinds = {True: iter(found), False: iter(cut(texts, count - share, settings, tokenizer, seed, context))}
     mixed = (next(kinds[upto(n + 1) > upto(n)], None) for n in range(count))
     return [p for p in mixed if p is not None]
 
 
-def cut(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int) -> list[Prompt]:
+def cut(
+    documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, context: int | None = None
+) -> list[Prompt]:
     """Up to ``count`` prompts: one from each document in turn, then second ones and so on, none overlapping another.
 
     A document's opening comes first, then passages that begin at a paragraph or sentence.
+
+    Raises:
+        DraftstillError: one does not fit the context.
     """
-    return [_prompt(name, ids, settings, tokenizer) for name, ids in passages(documents, count, settings.prompt_tokens, tokenizer, seed)]
+    found = [_prompt(name, ids, settings, tokenizer) for name, ids in passages(documents, count, settings.prompt_tokens, tokenizer, seed)]
+    require_room(found, context, "respond.prompt_tokens", settings.prompt_tokens)
+    return found
+
+
+def context_of(config: Any) -> int | None:
+    """Tokens that a model's context holds, as its configuration says; None: it does not."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def has_room(prompt: Prompt, context: int | None) -> bool:
+    """Whether the context holds a prompt and one token of the answer."""
+    return context is None or len(prompt.ids) < context
+
+
+def require_room(prompts: Sequence[Prompt], context: int | None, key: str, value: int) -> None:
+    """Raises DraftstillError: the context does not hold one of them with a token of its answer."""
+    longest = max(prompts, key=lambda p: len(p.ids), default=None)
+    if longest is not None and context is not None and not has_room(longest, context):
+        raise DraftstillError(f"a prompt has {len(longest.ids):,} tokens with all that stands around it, and the target's context holds {context:,}",
+                              key=key, value=value, mend=f"lower it by at least {len(longest.ids) + 1 - context:,}")  # fmt: skip
 
 
 def passages(

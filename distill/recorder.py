@@ -13,6 +13,7 @@ import torch
 
 from draftstill.corpus import prepare_corpus
 from draftstill.decode import Loaded, load_target
+from draftstill.distill.prompts import encode, opening
 from draftstill.distill.ranks import ranks
 from draftstill.distill.refusing import Refused, list_refused
 from draftstill.distill.remote import mirror, probe
@@ -31,6 +32,7 @@ from draftstill.runfolder import RunFolder, read_json, write_json
 from draftstill.stages import content_of, resolved_device, resolved_dtype, served_target, stages
 from draftstill.vocabulary import template_hash, tokenizer_hash
 
+_TRIED = "Before anything is written, a server is asked for its laws along this sentence."
 _NOTE = "mirrored.json"
 """In the stage's folder: addresses that have a copy."""
 _PILOT_BATCHES = 3
@@ -108,6 +110,21 @@ def record(recipe: Recipe, run: RunFolder) -> Path:
         _mirror(recipe, stage.folder)
     here.wait()
     return stage.folder
+
+
+def look_ahead(recipe: Recipe, run: RunFolder) -> None:
+    """Try what the recording will need, for whoever begins the hours of work that lie before it: the place of its copy, and the server.
+
+    Raises:
+        DraftstillError: one of them does not do what the recipe asks of it.
+    """
+    stage = stages(recipe, run)["recording"]
+    if recipe.record.mirror and not _mirrored(recipe, stage.folder):
+        probe(recipe.record.mirror)
+    if recipe.record.server and not stage.done:
+        target = describe_target(recipe)
+        served = make_served(recipe.record, target.vocab, target.config.vocab_size, target.tokenizer)
+        served.probe([*opening(target.tokenizer), *encode(target.tokenizer, _TRIED)])
 
 
 def _mirrored(recipe: Recipe, folder: Path) -> bool:

@@ -31,6 +31,12 @@ def _filesystem(address: str) -> tuple[Any, str]:
         ) from None
 
 
+def holds_recording(address: str) -> bool:
+    """Whether a manifest lies at ``address`` itself."""
+    files, root = _filesystem(address)
+    return bool(files.exists(f"{root}/manifest.json"))
+
+
 def fetch(address: str) -> Path:
     """A local folder with the manifest and all shards of the recording at ``address``. Another recording there is another folder here."""
     files, root = _filesystem(address)

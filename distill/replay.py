@@ -9,7 +9,7 @@ from typing import Any
 
 from draftstill.corpus import stored_documents
 from draftstill.decode.trace import Trace
-from draftstill.distill.prompts import Prompt, cut_prompts, seed_of
+from draftstill.distill.prompts import Prompt, context_of, cut_prompts, seed_of
 from draftstill.distill.responses import read_responses
 from draftstill.distill.sources import Materials, Text, cut_off
 from draftstill.progress import Progress, say
@@ -73,7 +73,9 @@ def _prompts(materials: Materials, count: int) -> list[Prompt]:
     if recipe.respond.prompts:
         rows = islice(read_responses(materials.responses, "train"), count)
         return [Prompt(row["prompt_id"], row["prompt"], row["supervised_from"]) for row in rows]
-    return cut_prompts(stored_documents(materials.corpus, "train"), count, recipe.respond, materials.target.tokenizer, recipe.seed)
+    target = materials.target
+    return cut_prompts(stored_documents(materials.corpus, "train"), count, recipe.respond, target.tokenizer, recipe.seed,
+                       context=context_of(target.config))  # fmt: skip
 
 
 def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from draftstill.corpus import prepare_corpus, stored_documents
+from draftstill.distill.dialects import CALLS, REASONING
 from draftstill.distill.over_http import OverHttp
-from draftstill.distill.prompts import Prompt, Refusals, cut, cut_prompts
+from draftstill.distill.prompts import LONGER, Prompt, Refusals, context_of, cut, cut_prompts
 from draftstill.distill.ranks import Ranks, ranks
 from draftstill.distill.writing import (
     INSTRUCT,
@@ -54,17 +55,15 @@ class _Job:
     @property
     def context(self) -> int | None:
         """Tokens that the target's context holds."""
-        network = getattr(self.target, "network", None)
-        found = network.max_positions if network is not None else getattr(self.target.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        return context_of(self.target.config)
 
 
 def respond(recipe: Recipe, run: RunFolder) -> Path:
     """Write responses for training and for held-out validation; returns the stage's folder.
 
     Raises:
-        DraftstillError: too few prompts, a template that is not there, a draft or a server that does not fit or does not answer. What was
-            written stays; the same command goes on.
+        DraftstillError: too few prompts, a template that is not there, a draft or a server that does not fit or does not answer, the
+            recording's among them. What was written stays; the same command goes on.
     """
     here = ranks(resolved_device(recipe))
     stage = stages(recipe, run)["responses"]
@@ -78,6 +77,9 @@ def respond(recipe: Recipe, run: RunFolder) -> Path:
     if done:
         return stage.folder
     if here.main:
+        from draftstill.distill.recorder import look_ahead
+
+        look_ahead(recipe, run)
         stage.begin()
     here.wait()
     job = _Job(recipe, corpus, stage.work, here, *_engine(recipe, stage.work, here))
@@ -131,8 +133,7 @@ def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
     finish, tokens = Counter(r["finish"] for r in every), sum(len(r.get("response", ())) for r in every)
     _refuse_none(job, rows, sides)
     refused = [{"id": r["prompt_id"], "reason": r["finish"], "detail": r["detail"]} for r in every if "detail" in r]
-    if listed := [*job.refusals.rows, *refused]:
-        atomic_write(job.work / "rejected.jsonl", "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in listed))
+    _list_rejected(job.work, [*job.refusals.rows, *refused])
     for journal in job.work.glob("journal-*.jsonl"):
         journal.unlink()
     kinds = Counter(p.kind for found in sides.values() for _, prompts in found for p in prompts)
@@ -158,6 +159,15 @@ def _finish(job: _Job, stage: Stage, sides: dict[str, list[Window]]) -> None:
         say(f"  prompts refused: {told}; listed in {stage.folder / 'rejected.jsonl'}")
 
 
+def _list_rejected(work: Path, rows: list[dict[str, str]]) -> None:
+    """Write down what made no prompt or no response, in place of what an earlier attempt wrote."""
+    path = work / "rejected.jsonl"
+    if rows:
+        atomic_write(path, "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in rows))
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _refuse_none(job: _Job, rows: dict[str, list[Row]], sides: dict[str, list[Window]]) -> None:
     """Raise where nothing of a side can be learnt from, by what most of it ended."""
     empty = [side for side, found in rows.items() if found and all("dropped" in row for row in found)]
@@ -174,9 +184,13 @@ def _refuse_none(job: _Job, rows: dict[str, list[Row]], sides: dict[str, list[Wi
     elif commonest == TOO_LONG:
         key, value = "respond.chat_tokens", settings.chat_tokens
         mend = "lower it (or respond.prompt_tokens) and add --set-aside, or start the server with a longer context"
-    elif commonest == "tool_calls":
+    elif commonest == CALLS:
         key, value = "respond.server.api", settings.server.api
         mend = "use completions and add --set-aside: over chat a call comes without the text that the target wrote, unless the server gives ids"
+    elif commonest == REASONING:
+        key, value = "respond.server.api", settings.server.api
+        mend = ("use completions and add --set-aside, or start the server so that it leaves the reasoning in the text (vLLM, SGLang: without "
+                "--reasoning-parser; llama.cpp: --reasoning-format none): nobody knows how the target wrote what comes beside it")  # fmt: skip
     if settings.server is not None:
         # None of it is worth keeping, and kept it would be taken for what the next server says.
         for path in [*(path for side in empty for path, _ in sides[side]), *job.work.glob("journal-*.jsonl")]:
@@ -189,20 +203,37 @@ def _prompts(job: _Job, side: str) -> list[Prompt]:
     recipe, split = job.recipe, SIDES[side]
     key = "respond.prompts" if side == "train" else "respond.heldout_prompts"
     asked = recipe.respond.prompts if side == "train" else recipe.respond.heldout_prompts
-    documents = stored_documents(job.corpus, split)
+    documents, before = stored_documents(job.corpus, split), len(job.refusals.rows)
     prompts = _mixed(job, documents, asked, side) if recipe.respond.shares else cut_prompts(
         documents, asked, recipe.respond, job.target.tokenizer, recipe.seed, context=job.context, refusals=job.refusals
     )  # fmt: skip
     if asked and not prompts:
-        told = ", ".join(f"{count} {reason}" for reason, count in job.refusals.counts().items())
-        if told:
-            raise DraftstillError(f"no prompt could be made of the {split} documents: {told}", key="respond.chat_tokens", value=recipe.respond.chat_tokens,
-                                  mend="raise it, or look at the conversations and at the target's chat template")  # fmt: skip
+        if len(job.refusals.rows) > before:
+            raise _none_made(job, split, before)
         raise DraftstillError(f"no {split} document is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or add longer documents")  # fmt: skip
     if len(prompts) < asked and job.here.main:
         say(f"  {key}: the {split} documents hold {len(prompts)} prompts, not {asked}")
     return prompts
+
+
+def _none_made(job: _Job, split: str, since: int) -> DraftstillError:
+    """The fault of a side without a prompt, by what most of it was refused for since then; all that was refused is written down."""
+    from draftstill.distill.synthetic import NO_INSTRUCTION
+
+    settings = job.recipe.respond
+    if job.here.main:
+        _list_rejected(job.work, job.refusals.rows)
+    reason, told = job.refusals.told(since)
+    key, mend = "corpus.source", "look at the conversations and at the target's chat template"
+    value: object = job.recipe.corpus.source
+    if reason == LONGER:
+        key, value = "respond.chat_tokens", settings.chat_tokens
+        mend = "raise it, as far as the target's context goes, or give shorter ones"
+    elif reason in NO_INSTRUCTION:
+        key, value, mend = "respond.shares", dict(settings.shares), "ask in other words (respond.synthetic.ask), or leave synthetic out"
+    return DraftstillError(f"no prompt could be made of the {split} documents: {told}", key=key, value=value,
+                           mend=f"{mend}; all of them are in {job.work / 'rejected.jsonl'}")  # fmt: skip
 
 
 def _mixed(job: _Job, documents: list[Any], asked: int, side: str) -> list[Prompt]:
@@ -216,21 +247,22 @@ def _mixed(job: _Job, documents: list[Any], asked: int, side: str) -> list[Promp
 
     settings, tokenizer, seed = job.recipe.respond, job.target.tokenizer, job.recipe.seed
     chats, texts = [d for d in documents if d.messages], [d for d in documents if not d.messages]
-    prompts: list[Prompt] = []
-    for kind, count in split_counts(asked, {str(k): v for k, v in settings.shares.items()}).items():
+    counts = split_counts(asked, {str(k): v for k, v in settings.shares.items()})
+    made: dict[str, list[Prompt]] = {}
+    for kind, count in sorted(counts.items()):  # cut, real, synthetic: what needs no decoding is made, and refused, before what does
         source = chats if kind == "real" else texts if kind == "cut" else texts or chats
         if count and not source:
             what = "no conversation" if kind == "real" else "no document"
             raise DraftstillError(f"the {SIDES[side]} split holds {what} to make {kind} prompts from", key="respond.shares", value=dict(settings.shares),
                                   mend=f"leave {kind} out")  # fmt: skip
         if kind == "real" and count:
-            prompts += real_prompts(source, count, settings, tokenizer, seed, job.context, job.refusals)
+            made[kind] = real_prompts(source, count, settings, tokenizer, seed, job.context, job.refusals)
         elif kind == "cut":
-            prompts += cut(source, count, settings, tokenizer, seed)
+            made[kind] = cut(source, count, settings, tokenizer, seed, job.context)
         elif count:
-            prompts += synthetic_prompts(source, count, settings, tokenizer, seed, _writer(job), f"instructions-{side}", job.refusals,
-                                         job.known)  # fmt: skip
-    return prompts
+            made[kind] = synthetic_prompts(source, count, settings, tokenizer, seed, _writer(job), f"instructions-{side}", job.refusals,
+                                           job.known, job.context)  # fmt: skip
+    return [prompt for kind in counts for prompt in made.get(kind, ())]
 
 
 def split_counts(count: int, shares: dict[str, float]) -> dict[str, int]:

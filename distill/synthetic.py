@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from draftstill.corpus import Document
-from draftstill.distill.prompts import Prompt, Refusals, passages, require_template, templated
+from draftstill.distill.prompts import LONGER, Prompt, Refusals, has_room, passages, require_room, require_template, templated
 from draftstill.recipe import Respond
 
 Written = Callable[[str, list[Prompt], int], list[dict[str, Any]]]
@@ -28,21 +29,30 @@ _ECHO_SHARE = 0.5
 """An instruction half of whose 5-word windows stand in the passage copies it."""
 _SPARE = 1.25
 """More passages are asked about than instructions are missing, since some replies are refused."""
+NO_INSTRUCTION = GIVEN, EMPTY, CUT_OFF, OF_PASSAGE, OF_REQUEST = (
+    "instruction given before",
+    "empty instruction",
+    "instruction cut off",
+    "echo of the passage",
+    "echo of the request",
+)
+"""Why a reply makes no prompt."""
 _DRY = 512
 """So many passages in a row without an instruction: this target writes none."""
 
 
 def synthetic_prompts(documents: Sequence[Document], count: int, settings: Respond, tokenizer: Any, seed: int, write: Written, stem: str,
-                      refusals: Refusals, known: set[str] | None = None) -> list[Prompt]:  # fmt: skip
+                      refusals: Refusals, known: set[str] | None = None, context: int | None = None) -> list[Prompt]:  # fmt: skip
     """Up to ``count`` prompts, each an instruction of the target's own about another passage; fewer where the passages run out, or where the
     target writes none.
 
     Args:
         write: has the target answer prompts; what it wrote lies on disk under names that begin with the stem.
         known: instructions that were given before, for another side of the split; those that are found join them.
+        context: tokens that the target's context holds.
 
     Raises:
-        DraftstillError: the target's tokenizer has no chat template.
+        DraftstillError: the target's tokenizer has no chat template, or most of the first passages do not fit the context.
     """
     require_template(tokenizer, "respond.shares", "synthetic")
     asked, found = 0, list[Prompt]()
@@ -61,13 +71,19 @@ def synthetic_prompts(documents: Sequence[Document], count: int, settings: Respo
         asked += len(batch)
         dry += len(batch)
         prompts = [_asking(f"{name}?", tokenizer.decode(ids), settings, tokenizer) for name, ids in batch]
+        fits = [has_room(p, context) for p in prompts]
+        if turn == 0 and 2 * sum(fits) < len(fits):
+            require_room(prompts, context, "respond.synthetic.passage_tokens", settings.synthetic.passage_tokens)
+        for prompt in (p for p, fit in zip(prompts, fits, strict=True) if not fit):
+            refusals.add(prompt.id, LONGER, f"{len(prompt.ids)} tokens with the request; the target's context holds {context}")
+        batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
         rows = write(f"{stem}-{turn}", prompts, settings.synthetic.instruction_tokens)
         turn += 1
         for (name, ids), row in zip(batch, rows, strict=True):
             reply = tokenizer.decode(row.get("response", ()), skip_special_tokens=True)
             text, reason = instruction(reply, tokenizer.decode(ids), settings.synthetic.ask, row["finish"])
             if reason is None and _bare(text) in known:
-                reason = "instruction given before"
+                reason = GIVEN
             if reason is not None:
                 refusals.add(f"{name}?", reason, text[:200])
             elif len(found) < count:
@@ -84,13 +100,13 @@ def instruction(reply: str, passage: str, ask: str, finish: str) -> tuple[str, s
     while len(lines) > 1 and lines[0].endswith(":"):
         lines.pop(0)
     if not lines:
-        return "", "empty instruction"
+        return "", EMPTY
     text = _bared(lines[0])
     if finish != "eos" and len(lines) == 1:
-        return text, "instruction cut off"
+        return text, CUT_OFF
     if len(text.split()) < _FEWEST_WORDS:
-        return text, "empty instruction"
-    for source, reason in ((passage, "echo of the passage"), (ask.replace("{passage}", " "), "echo of the request")):
+        return text, EMPTY
+    for source, reason in ((passage, OF_PASSAGE), (ask.replace("{passage}", " "), OF_REQUEST)):
         if _copied(text, source) >= _ECHO_SHARE:
             return text, reason
     return text, None

@@ -127,24 +127,27 @@ def evaluate(
     ] = None,
 ) -> None:
     """Score every candidate draft by decoding with it; write the report."""
-    if compare is not None and (audit or server is not None):
-        raise DraftstillError("--compare belongs to a score", key="--compare", value=str(compare), mend="leave out --audit and --server")
+    alone = "--audit" if audit else "--server" if server is not None else None
+    others: dict[str, object] = {"--min-speedup": min_speedup, "--min-alpha": min_alpha, "--load": load or None, "--compare": compare}
+    if audit:
+        others |= {"--server": server, "--baseline-server": baseline_server}
+    for option, value in others.items():
+        if alone and value is not None:
+            raise DraftstillError(f"would be left out beside {alone}", key=option, value=None if value is True else str(value),
+                                  mend=f"run the command twice: once with {alone}, once with {option}")  # fmt: skip
+    if baseline_server is not None and server is None:
+        raise DraftstillError("--baseline-server belongs to --server", mend="give both addresses")
     old = None if compare is None else running.face("evaluate", "old_score")(compare)
     if audit:
         _audit(recipe, overrides, set_aside)
         return
     if load and running.open_run(recipe, overrides)[0].evaluate.batches == (1,):
         overrides = [*(overrides or ()), "evaluate.batches=[1,4,16]"]
-    if baseline_server is not None and server is None:
-        raise DraftstillError("--baseline-server belongs to --server", mend="give both addresses")
     resolved, run = running.make("score", "publish", recipe, overrides, set_aside)
     if server is not None:
         with run.lock():
             running.face("evaluate", "score_server")(resolved, run, server, baseline_server)
         return
-    if resolved.evaluate.batches != (1,):
-        with run.lock():
-            running.face("evaluate", "measure_load")(resolved, run)
     shown = _show_score(run)
     missed = gates(shown, min_speedup, min_alpha)
     if old is not None:
@@ -166,7 +169,8 @@ def publish(
     """Write the checked, documented folder that others load; --push sends it to the Hub."""
     if served and not check:
         raise DraftstillError("--served belongs to --check", mend="give both: draftstill publish RECIPE --check --served")
-    resolved, run = running.make("published", None, recipe, overrides, set_aside)
+    # --check looks at the folder that lies there; a dry run by itself makes none.
+    resolved, run = running.make("score" if dry_run and not check else "published", None, recipe, overrides, set_aside)
     if check:
         with run.lock():
             passed = running.face("evaluate", "check_published")(resolved, run, served=served)
@@ -292,7 +296,9 @@ def recipe_reference_() -> None:
 
 
 @recording_app.command("inspect")
-def recording_inspect(path: Annotated[Path, typer.Argument(help="The recording folder of a run.", show_default=False)]) -> None:
+def recording_inspect(
+    path: Annotated[str, typer.Argument(help="The recording folder of a run, or an fsspec address.", show_default=False)],
+) -> None:
     """Say what a recording holds and whether it is whole."""
     print(running.face("distill", "inspect")(path))
 

@@ -41,9 +41,7 @@ def _convert(path: Path, sha256: str, work: Path, key: str) -> None:
     try:
         import gguf  # noqa: F401 - transformers needs it to read the file
     except ImportError:
-        raise DraftstillError(
-            "reading a GGUF file needs the gguf package", key=key, value=path.name, mend="pip install 'draftstill[gguf]'"
-        ) from None
+        raise DraftstillError("reading a GGUF file needs the gguf package", key=key, value=path.name, mend="pip install gguf") from None
     from draftstill.sources import quiet_transformers
 
     say(f"converting {path.name} to safetensors (once; kept in {cache_dir()})")

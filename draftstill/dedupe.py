@@ -171,10 +171,12 @@ class Sketches:
         compared = len(members)
         if len(members) > _CROWDED:
             self.crowded, compared = self.crowded + 1, _COMPARED
+        heads = list[int]()  # the bucket's first members, which stand before each later block and join it to those before
         for block in range(0, len(members), _BLOCK):
-            part, root = members[block : block + _BLOCK].tolist(), roots[block : block + _BLOCK]
+            part = heads + members[block : block + _BLOCK].tolist()
+            root = np.fromiter((groups.find(m) for m in part), dtype=np.int64) if heads else roots[:_BLOCK]
             signatures = self._signatures(part)
-            for at in range(min(compared, len(part))):
+            for at in range(min(len(heads) + compared, len(part))):
                 others = at + 1 + np.flatnonzero(root[at + 1 :] != root[at])
                 similarities = (signatures[others] == signatures[at]).mean(axis=1)
                 for other, similarity in zip(others.tolist(), similarities.tolist(), strict=True):
@@ -182,6 +184,7 @@ class Sketches:
                         groups.join(part[at], part[other])
                         root[(root == root[at]) | (root == root[other])] = min(root[at], root[other])
                         yield part[at], part[other], similarity
+            heads = heads or part[:_COMPARED]
 
 
 def _buckets(keys: np.ndarray) -> Iterator[np.ndarray]:

@@ -33,7 +33,7 @@ class Gathering:
     """
 
     def __init__(self, corpus: Corpus, folder: Path, without: Collection[bytes] = ()) -> None:
-        self.corpus, self.read, self._without = corpus, 0, without
+        self.corpus, self.read, self._folder, self._without = corpus, 0, folder, without
         self.reasons: Counter[str] = Counter()
         self.first_fault: Row | None = None
         self.lost: list[Row] = []
@@ -60,7 +60,7 @@ class Gathering:
     def gather(self) -> None:
         """Read everything, or up to ``corpus.max_documents`` kept rows."""
         with Progress("read", 0, "MB") as progress:
-            for row in read_rows(self.corpus, self.meter):
+            for row in read_rows(self.corpus, self.meter, self._folder):
                 self.read += 1
                 self._take(row)
                 progress.total = self.meter.total / 1e6
@@ -73,8 +73,8 @@ class Gathering:
     def _take(self, row: Row) -> None:
         row = row._replace(id=self._ids.outside(row.id))  # a file may be named by an address
         if row.reason is None:
-            row = redacted(row._replace(text=(row.text or "").strip()), self.redactor)
-            row = self._checked(row)
+            row = row._replace(text=(row.text or "").strip())
+            row = self._too_long(row) or self._checked(redacted(row, self.redactor))
         if row.reason is None:
             self._keep(row)
             return
@@ -94,6 +94,11 @@ class Gathering:
         text = str(self._details.replace(detail, beside=detail)[0])
         return text.removesuffix(CUT).rpartition(" ")[0] + CUT if cut else text
 
+    def _too_long(self, row: Row) -> Row | None:
+        """The rejected row; None where it is not too long. Redaction goes through all of a text, so this comes before it, and after it again."""
+        length = len(row.text or "")
+        return Row(row.id, None, "too long", f"{length:,} characters") if length > self.corpus.max_chars else None
+
     def _checked(self, row: Row) -> Row:
         text = row.text or ""
         reject = lambda reason, detail="": Row(row.id, None, reason, detail)  # noqa: E731
@@ -101,8 +106,8 @@ class Gathering:
             return reject("empty")
         if row.messages is None and len(text) < self.corpus.min_chars:
             return reject("too short", f"{len(text)} characters")
-        if len(text) > self.corpus.max_chars:
-            return reject("too long", f"{len(text):,} characters")
+        if (long := self._too_long(row)) is not None:
+            return long
         if "\0" in text:
             return reject("NUL character", f"at character {text.index(chr(0))}: binary data, or UTF-16 without a byte order mark")
         try:

@@ -8,11 +8,20 @@ import time
 from collections.abc import Callable
 
 _EVERY_SECONDS = 15.0
+_CLEAR = "\r\x1b[2K"
+_drawn: list[str] = []
+"""The line of a step that stands in the terminal, if any: what is said takes its place."""
 
 
 def say(text: str = "") -> None:
-    """One line on standard output, at once."""
-    print(text, flush=True)
+    """One line on standard output, at once; what its encoding cannot hold (half of a surrogate pair, another script) stands escaped."""
+    print(_CLEAR * bool(_drawn) + _encodable(text), flush=True)
+    _drawn.clear()
+
+
+def _encodable(text: str) -> str:
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def duration(seconds: float) -> str:
@@ -48,7 +57,8 @@ class Progress:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._live:
-            print("\r\x1b[2K", end="")
+            print(_CLEAR, end="")
+            _drawn.clear()
         if kind is None and not self.quiet:
             spent = self._clock() - self._start
             rate = (self.done - self._first) / spent if spent > 0 else 0.0
@@ -62,7 +72,11 @@ class Progress:
             return
         self._shown = now
         line = self.line(now, note)
-        print(f"\r\x1b[2K{line[:79]}", end="", flush=True) if self._live else say(line)
+        if not self._live:
+            say(line)
+            return
+        _drawn[:] = [_encodable(line)[:79]]
+        print(_CLEAR + _drawn[0], end="", flush=True)
 
     def line(self, now: float, note: str = "") -> str:
         spent, fresh = now - self._start, self.done - self._first

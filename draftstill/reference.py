@@ -54,11 +54,10 @@ def _parts(model: type[BaseModel], path: str, meaning: str, known: dict[type[Bas
         if section is None:
             rows.append(Row(key, kind_text(field.annotation), _default(field), text))
             continue
-        if section is not field.annotation or section in known:  # a key that can be left out, or whose keys stand elsewhere
-            where = known.get(section)
-            kind = f"{more[0]} like {where}" if where else more[0]
-            rows.append(Row(key, kind, _default(field), text))
-        if section not in known:
+        where, optional = known.get(section), field.annotation is not section
+        if optional or where:  # a key that can be left out, or whose keys stand elsewhere
+            rows.append(Row(key, f"{more[0]} like {where}" if where else more[0], _default(field), text))
+        if where is None:
             known[section] = f"{key}{more[1]}"
             inner.append((section, f"{key}{more[1]}", text))
     yield Part(path, meaning, tuple(rows))

@@ -80,14 +80,24 @@ def through(last: str, recipe: Recipe, run: RunFolder) -> None:
         names = ", ".join(stage.name for stage in made)
         if len(made) == len(group) or (kind == "draft" and kind != last and made and found["score"].done and failed(group)):
             say(f"[{number}/{len(kinds)}] {names}: reused (made {read_json(made[-1].folder / 'provenance.json')['finished']})")
+            if kind == "score":
+                under_load(recipe, run)
             continue
         say(f"[{number}/{len(kinds)}] {verb}: {'goes on where it stopped; ' if any(s.begun for s in group) else ''}{meaning}")
         options = {"push": False, "dry_run": False} if kind == "published" else {}
         face(*MAKERS[kind])(recipe, run, **options)
-        if kind == "score" and recipe.train.report_to:
-            face("evaluate", "track_score")(recipe, run)
+        if kind == "score":
+            under_load(recipe, run)
+            if recipe.train.report_to:
+                face("evaluate", "track_score")(recipe, run)
         if kind == "draft":
             found = stages(recipe, run)  # the score is made of the drafts that could be made
+
+
+def under_load(recipe: Recipe, run: RunFolder) -> None:
+    """Measure the finished score under load where the recipe asks for that, or what is left of it: it is made beside the score, not within."""
+    if recipe.evaluate.batches != (1,):
+        face("evaluate", "measure_load")(recipe, run)
 
 
 def failed(drafts: list[Stage]) -> bool:

@@ -43,6 +43,11 @@ def about_corpus(recipe: Recipe, found: Mapping[str, Stage]) -> dict[str, Any]:
             "response_finish": responses["finish"]}  # fmt: skip
 
 
+def accelerator(device: torch.device) -> str | None:
+    """Name of the GPU; None on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def conditions(recipe: Recipe, found: Sequence[Found], warm_up_s: float, gamma: int) -> dict[str, Any]:
     """``gamma``: that of the published candidate at the deployment's temperature."""
     settings, sampler = recipe.evaluate, recipe.respond.sampler
@@ -52,13 +57,20 @@ def conditions(recipe: Recipe, found: Sequence[Found], warm_up_s: float, gamma: 
     return {
         "rows": 1, "backend": engine["backend"], **{k: engine[k] for k in ("packed", "fallback") if k in engine},
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": describe_machine(), "threads": torch.get_num_threads() or cores(),
-        "device": resolved_device(recipe), "dtype": resolved_dtype(recipe), "versions": versions(), "git": git_state(), "gamma": gamma,
+        "device": resolved_device(recipe), "dtype": resolved_dtype(recipe), "versions": versions(), "git": git_state(),
+        "commits": commits(cells), "gamma": gamma,
         "gammas": list(settings.swept), "lookup_gamma": settings.lookup_gamma, "max_new_tokens": settings.max_new_tokens,
         "timing_tokens": settings.timed_tokens, "prompts": len(texts), "timed_prompts": len(found[0].timed), "seed": recipe.seed,
         "temperatures": list(settings.temperatures), "top_k": sampler.top_k, "top_p": sampler.top_p,
         "other_cores": round(statistics.fmean(c["other_cores"] for c in cells), 3) if cells else 0.0, "confidence": settings.confidence,
         "warm_up_s": round(warm_up_s, 2), "command": " ".join(["draftstill", *sys.argv[1:]]),
     }  # fmt: skip
+
+
+def commits(cells: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """The states of the source that timed, each once; None for timings without one: outside of a checkout, or older than this note."""
+    states = [cell.get("git") for cell in cells]
+    return sorted({None if s is None else s["commit"] + (" with changes" if s["dirty"] else "") for s in states}, key=str)
 
 
 def past_eos(bench: Bench, found: Sequence[Found]) -> float | None:

@@ -30,6 +30,7 @@ from draftstill.decode import (
 )
 from draftstill.distill import read_responses
 from draftstill.recipe import Recipe, Source
+from draftstill.runfolder import hash_file
 from draftstill.sources import load_model, resolve_model
 from draftstill.stages import TUNED, candidate_recipes, content_of, resolved_device, resolved_dtype
 from draftstill.train import build_draft
@@ -66,9 +67,9 @@ def arms_of(recipe: Recipe, trained: Mapping[str, Recipe] | None = None) -> dict
         elif kind == "bigram":
             found.append(Arm(kind, kind, (settings.gamma,)))
         elif kind == "untuned":
-            names = starts_of(own).values()
-            for name in sorted(set(names)):
-                found.append(Arm(name, kind, (settings.gamma,), name))
+            # A gamma that the trained draft is scored at, too: acceptance before and after training is compared at one.
+            nearest = min(settings.swept, key=lambda g: (abs(g - settings.gamma), g))
+            found += [Arm(name, kind, (nearest,), name) for name in sorted(set(starts_of(own).values()))]
         else:
             found += [
                 Arm(_named(kind, name, own), kind, settings.swept, name, name) for name in own
@@ -204,6 +205,11 @@ def _table(recipe: Recipe, vocab: int) -> Tensor:
     """The most frequent successors in what the target wrote for training, prompts included."""
     rows = read_responses(Path(recipe.run_dir) / "responses", "train")
     return bigram_table(([*row["prompt"], *row["response"]] for row in rows), vocab)
+
+
+def kept_head(recipe: Recipe, draft: Path) -> list[Any] | None:
+    """What decides the head that the decoder drafts from, as a cell's key holds it (None: the whole one)."""
+    return [recipe.draft.head_tokens, hash_file(draft / "token_ranking.safetensors")] if recipe.draft.head_tokens else None
 
 
 def head_ids(recipe: Recipe, draft: Any) -> Tensor | None:

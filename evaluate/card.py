@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from draftstill.decode.theory import expected_tokens, predicted_speedup
-from draftstill.evaluate.circumstances import how_run, prompts
+from draftstill.evaluate.circumstances import how_run, prompts, ran_on
 from draftstill.evaluate.licences import family, licence
 from draftstill.evaluate.reading import Score, arms_at, temperatures
 from draftstill.evaluate.report import HEAD, arm_rows, cell, table
 from draftstill.evaluate.sentences import verdict
 from draftstill.evaluate.snippets import DRAFT_GGUF, DRAFT_PATH, TARGET_PATH, snippets
-from draftstill.evaluate.wording import busy, confidence, losslessness, number, outcome, share, times
+from draftstill.evaluate.wording import confidence, losslessness, number, outcome, share, times, warnings
 from draftstill.recipe import Recipe
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$")
@@ -167,11 +167,11 @@ def card(score: Score, recipe: Recipe, *, export: Mapping[str, Any] | None = Non
         "", "## Conditions", "",
         f"- prompts from {cell(corpus_name(score))}: {cell(prompts(score))}; top_k {c['top_k']}, top_p {c['top_p']:g}, "
         f"seed {c['seed']}",
-        f"- {cell(m['cpu'])}, {m['cores']} cores, {c['threads']} threads, {m['memory_gib']} GiB; {cell(c['device'])}, {cell(c['dtype'])}, {cell(how_run(c))}; "
+        f"- {cell(m['cpu'])}, {m['cores']} cores, {c['threads']} threads, {m['memory_gib']} GiB; {cell(ran_on(c))}, {cell(c['dtype'])}, {cell(how_run(c))}; "
         f"{number(c['other_cores'])} cores taken by other processes",
         f"- {', '.join(f'{cell(k)} {cell(v)}' for k, v in c['versions'].items())}",
         f"- losslessness: {'not audited' if passed is None else 'passed' if passed else 'FAILED'}; {audit}",
-        *([f"- **{busy(score)}**"] if busy(score) else []),
+        *(f"- **{cell(warning)}**" for warning in warnings(score)),
         "", "## How it was made", "",
         *_adapted_lines(score, export),
         f"- start: {_made_of(score, recipe)}; {draft['parameters']:,} parameters against the target's {target['parameters']:,}",

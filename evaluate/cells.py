@@ -52,6 +52,8 @@ class Cells:
     """What each draft of ``Bench.drafts`` is: weights and head; and under ``bigram`` what its table is."""
     surroundings: dict[str, Any] = field(default_factory=dict)
     """What times depend on beside the work: machine, threads, versions."""
+    git: dict[str, Any] | None = None
+    """The source that times by; see ``runfolder.git_state``. Noted, but no part of the key: few commits change a time."""
     _decoders: dict[tuple[float, str, int], Decoder] = field(default_factory=dict)
 
     @property
@@ -181,7 +183,7 @@ class Cells:
                     continue
                 self.write(*places[arm.name, gamma], {
                     "prompt": prompt.id, "arm": arm.name, "gamma": gamma, "temperature": temperature, "trace": trace.to_json(),
-                    "plain_s": own.decode_s, "plain_tokens": len(own.tokens), "other_cores": other})  # fmt: skip
+                    "plain_s": own.decode_s, "plain_tokens": len(own.tokens), "other_cores": other, "git": self.git})  # fmt: skip
             base = {}
 
     def _run(

@@ -25,7 +25,7 @@ def conditions(score: Score) -> list[tuple[str, str]]:
         ("prompts", prompts(score)),
         ("sampler", f"temperatures {', '.join(f'{x:g}' for x in c['temperatures'])}, top_k {c['top_k']}, top_p {c['top_p']:g}, seed {c['seed']}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, flags {' '.join(m['cpu_flags']) or 'none'}"),
-        ("running", f"{c['device']}, {c['dtype']}, {how_run(c)}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
+        ("running", f"{ran_on(c)}, {c['dtype']}, {how_run(c)}, {c['threads']} threads, OMP_WAIT_POLICY {m['omp_wait_policy']}, "
          f"{c['other_cores']:.2f} cores taken by other processes"),
         *([("warm-up", f"{c['warm_up_s']:.1f} s of first rounds, captures and compilation, in no timing")] if c.get("warm_up_s") is not None else []),
         ("versions", ", ".join(f"{n} {v}" for n, v in c["versions"].items())),
@@ -55,6 +55,12 @@ def prompts(score: Score) -> str:
     whole = any(a.get("counts") for a in score["arms"])
     counted = f"; acceptance counted on whole texts of up to {c['max_new_tokens']} tokens" if whole else ""
     return f"{c['prompts']} held-out{counted}; {timed}"
+
+
+def ran_on(conditions: dict[str, Any]) -> str:
+    """The device, with the GPU's name where the score knows it."""
+    named = conditions.get("accelerator")
+    return conditions["device"] + (f" ({named})" if named else "")
 
 
 def how_run(conditions: dict[str, Any]) -> str:

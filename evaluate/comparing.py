@@ -111,6 +111,7 @@ def _differences(new: Score, old: Score) -> Iterator[Difference]:
         *((f"prompts of {name}", was, is_, "everything") for name, was, is_ in _texts_apart(old, new)),
         ("sampler", [a["top_k"], a["top_p"]], [b["top_k"], b["top_p"]], "everything"),
         *((f"machine: {k}", a["machine"].get(k), b["machine"].get(k), "speed") for k in ("cpu", "cores", "memory_gib", "cpu_flags", "omp_wait_policy")),
+        *((k, a[k], b[k], "speed") for k in ("accelerator",) if k in a and k in b),  # an older score does not know it
         *((k, a.get(k), b.get(k), "speed") for k in ("device", "dtype", "threads", "backend", "packed", "fallback", "rows")),
         *((f"version of {k}", a["versions"].get(k), b["versions"].get(k), "nothing" if k in _UNTIMED else "speed")
           for k in dict.fromkeys([*a["versions"], *b["versions"]])),

@@ -10,12 +10,14 @@ from typing import Any
 
 from draftstill.corpus import Document, iter_documents, prepare_corpus, stored_documents
 from draftstill.dedupe import seen_shares
-from draftstill.distill import Prompt, Refusals, cut_prompts
+from draftstill.distill import LONGER, Prompt, Refusals, context_of, cut_prompts
 from draftstill.errors import DraftstillError
 from draftstill.gathering import Gathering, content_digest
 from draftstill.progress import say
 from draftstill.recipe import OWN, Corpus, Recipe
 from draftstill.runfolder import RunFolder, Stage
+from draftstill.sources import load_config, resolve_model
+from draftstill.stages import served_target
 
 _LEAK = 0.1
 """Share of a domain's 13-word passages that the training text holds, above which the score says so."""
@@ -86,15 +88,22 @@ def held_out(recipe: Recipe, documents: list[Document], tokenizer: Any, count: i
     only adds, as long as no kind of document runs out.
 
     Raises:
-        DraftstillError: no document is as long as a prompt, no conversation makes one, or there is no template for them.
+        DraftstillError: no document is as long as a prompt, no conversation makes one, there is no template for them, or the target's context
+            does not hold one.
     """
     refusals = Refusals()
-    prompts = cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed, refusals=refusals)
+    context = context_of(load_config(resolve_model(served_target(recipe), "target.source")))
+    prompts = cut_prompts(documents, count, recipe.respond, tokenizer, recipe.seed, context=context, refusals=refusals)
     where = "" if name == OWN else f" of evaluate.domains.{name}"
     if not prompts and refusals.rows:
-        told = ", ".join(f"{times:,} {reason}" for reason, times in refusals.counts().items())
-        raise DraftstillError(f"no prompt could be made of the held-out conversations{where}: {told}", key="respond.chat_tokens",
-                              value=recipe.respond.chat_tokens, mend="raise it, or look at the conversations and at the target's chat template")  # fmt: skip
+        reason, told = refusals.told()
+        problem = f"no prompt could be made of the held-out conversations{where}: {told}"
+        if reason == LONGER:
+            raise DraftstillError(problem, key="respond.chat_tokens", value=recipe.respond.chat_tokens,
+                                  mend="raise it, as far as the target's context goes, or give shorter ones")  # fmt: skip
+        section, corpus = ("corpus", recipe.corpus) if name == OWN else (f"evaluate.domains.{name}", recipe.evaluate.domains[name])
+        raise DraftstillError(problem, key=f"{section}.source", value=corpus.source,
+                              mend="look at the conversations and at the target's chat template")  # fmt: skip
     if not prompts:
         raise DraftstillError(f"no held-out document{where} is as long as a prompt of {recipe.respond.prompt_tokens} tokens", key="respond.prompt_tokens",
                               value=recipe.respond.prompt_tokens, mend="lower it, or raise corpus.heldout_fraction" if name == OWN

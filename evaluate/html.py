@@ -18,7 +18,7 @@ from draftstill.evaluate.reading import Score, as_read
 from draftstill.evaluate.sections_load import load
 from draftstill.evaluate.sentences import headline, verdict
 from draftstill.evaluate.style import CSS
-from draftstill.evaluate.wording import busy, losslessness, outcome
+from draftstill.evaluate.wording import busy, losslessness, outcome, warnings
 
 MOST_BYTES = 1_000_000
 _BADGE = {
@@ -55,8 +55,7 @@ def _ever_less(numbers: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _page(score: Score, numbers: Mapping[str, Any]) -> str:
     kind, word = _BADGE[outcome(score)]
-    warning = busy(score)
-    if warning and outcome(score) in ("winner", "pays"):
+    if busy(score) and outcome(score) in ("winner", "pays"):
         kind, word = "maybe", "Timing disturbed"
     name = score["target"]["name"]
     return "".join([
@@ -65,7 +64,7 @@ def _page(score: Score, numbers: Mapping[str, Any]) -> str:
         f"<title>{text(word)}: draft for {text(name)}</title><style>{CSS}</style></head><body>",
         f'<p class="kicker">Draftstill score: can a small draft model speed up <b>{text(name)}</b> on this text?</p>',
         f'<p class="badge {kind}">{text(word)}</p><h1>{text(headline(score))}</h1><p class="lead">{text(verdict(score))}</p>',
-        f'<p class="warn">Warning: {text(warning)}.</p>' if warning else "",
+        *(f'<p class="warn">Warning: {text(warning)}.</p>' for warning in warnings(score)),
         speeds.tiles(score),
         speeds.candidates(score),
         _next(score),

@@ -24,9 +24,10 @@ from draftstill.evaluate.reading import has_interval
 from draftstill.evaluate.report import write_reports
 from draftstill.evaluate.stats import paired_ratio
 from draftstill.machine import LoadWatch
-from draftstill.progress import Progress
+from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
-from draftstill.runfolder import RunFolder, read_json, write_json
+from draftstill.recipe_io import fingerprint
+from draftstill.runfolder import RunFolder, Stage, read_json, write_json
 from draftstill.stages import candidate_recipes, draft_stage, failure, stages
 
 _BLOCKS = 8
@@ -51,18 +52,37 @@ def measure_load(recipe: Recipe, run: RunFolder) -> Load:
     if not found["score"].done:
         raise DraftstillError("there is no score whose best arm could be put under load", key="run_dir", value=recipe.run_dir,
                               mend="run `draftstill evaluate RECIPE` first")  # fmt: skip
-    settings = recipe.evaluate
-    stage = run.stage("load", {"score": found["score"].fingerprint, "batches": settings.batches, "load_prompts": settings.load_prompts})
+    score = read_json(found["score"].folder / "score.json")
+    stage = _stage(recipe, run, found["score"].fingerprint, score)
     if stage.done:
         load: Load = read_json(stage.folder / "load.json")
     else:
         work = stage.begin()
-        score = read_json(found["score"].folder / "score.json")
         load = _measure(recipe, run, score, work)
         write_json(work / "load.json", load)
         stage.finish(stops_paying_at=load["stops_paying_at"], adaptive_never_slower=load["adaptive_never_slower"])
     _join(found["score"].folder, load)
     return load
+
+
+def _stage(recipe: Recipe, run: RunFolder, fingerprint_: str, score: Mapping[str, Any]) -> Stage:
+    """The stage of this very score. What was measured for another one of the same recipe, which lies there no more, is kept as load.old-N."""
+    asked = {"score": fingerprint_, "batches": recipe.evaluate.batches, "load_prompts": recipe.evaluate.load_prompts}
+    older = run.stage("load", asked)  # made before a load named its score; if it was joined to this one, it is of this one
+    if _made_for(older.folder / "provenance.json") == older.inputs and score.get("load") == read_json(older.folder / "load.json"):
+        return older
+    chosen = {name: [r["arm"], r["swept"]] for name, r in _chosen(score, recipe).items()}
+    stage = run.stage("load", {**asked, "arms": chosen, "content": fingerprint({k: v for k, v in score.items() if k != "load"})})
+    for record in (stage.folder / "provenance.json", stage.work / "stage.json"):
+        made = _made_for(record)
+        if made is not None and made != stage.inputs and {k: made.get(k) for k in asked} == older.inputs:
+            say("  load: what is there was measured for another score; it is kept beside the new one")
+            return RunFolder(run.path, set_aside=True).stage("load", stage.inputs)
+    return stage
+
+
+def _made_for(record: Path) -> Any:
+    return read_json(record)["inputs"] if record.exists() else None
 
 
 def _join(folder: Path, load: Load) -> None:

@@ -31,13 +31,15 @@ def published_alpha(recipe: Recipe, run: RunFolder, found: Mapping[str, Stage], 
     import torch
 
     from draftstill.decode import Sampling, load_target, make_network
-    from draftstill.evaluate.arms import head_ids
+    from draftstill.evaluate.arms import head_ids, kept_head
     from draftstill.evaluate.forced import forced
 
     name, own, draft = published_draft(recipe, run)
     sampler = recipe.respond.sampler
     cells, place = found["score"].folder / "cells", f"{OWN}/t{sampler.temperature:g}-0000"
-    scored = [c for c in map(read_json, sorted((cells / "laws" / place).glob("*.json"))) if c["made"][0] == draft.facts()["weights_sha256"]]
+    kept = sorted((cells / "laws" / place).glob("*.json"))
+    made = [draft.facts()["weights_sha256"], kept_head(own, draft.folder)] if kept else None
+    scored = [c for c in map(read_json, kept) if c["made"] == made]
     if not scored:
         return None
     texts, laws = read_json(cells / "texts" / f"{place}.json")["rows"][:_TEXTS], scored[0]["rows"]

@@ -36,7 +36,7 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
 
     Args:
         push: upload after all checks; private unless ``publish.private`` is false.
-        dry_run: check and list only. Leaves nothing behind and sends nothing.
+        dry_run: check and list only. Leaves the run folder as it is and sends nothing.
 
     Returns:
         The folder to load: ``published/model`` in the run folder (with ``dry_run``, where it would lie).
@@ -50,11 +50,11 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
     stage = found["published"]
     documents = found["corpus"].folder / "documents.jsonl"
     private = (str(run.path.resolve()), *([str(Path.home())] if len(str(Path.home())) > len("/root") else []))
-    if stage.done:
+    if _reused(stage, dry_run):
         folder = stage.folder / "model"
         refuse_strays(folder)
-        # The card names the repository, which may have been chosen since.
-        atomic_write(folder / "README.md", card(score, own, export=read_json(folder / "draft_report.json").get("export")))
+        if not dry_run:  # The card names the repository, which may have been chosen since.
+            atomic_write(folder / "README.md", card(score, own, export=read_json(folder / "draft_report.json").get("export")))
         scan(folder, documents, private_paths=private)
     elif dry_run:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -81,6 +81,14 @@ def publish(recipe: Recipe, run: RunFolder, *, push: bool = False, dry_run: bool
     if sent is None:
         say(f"published locally: {folder}; to send it to the Hub set publish.repo_id and add --push")
     return folder
+
+
+def _reused(stage: Stage, dry_run: bool) -> bool:
+    """Whether the folder that lies there is the one to send. With --set-aside ``Stage.done`` moves another recipe's away, which no dry run does."""
+    record = stage.folder / "provenance.json"
+    if dry_run and stage.run.set_aside:
+        return record.exists() and read_json(record)["fingerprint"] == stage.fingerprint
+    return stage.done
 
 
 def check_published(recipe: Recipe, run: RunFolder, *, served: bool = False) -> bool:

@@ -15,7 +15,6 @@ from draftstill.evaluate.sentences import comparison_lines, ranking_lines, verdi
 from draftstill.evaluate.wording import (
     ARMS,
     bounded,
-    busy,
     confidence,
     leader,
     losslessness,
@@ -25,6 +24,7 @@ from draftstill.evaluate.wording import (
     share,
     span,
     times,
+    warnings,
 )
 from draftstill.runfolder import atomic_write
 
@@ -87,8 +87,8 @@ def to_markdown(score: Score) -> str:
     t, led = score["winner"]["temperature"], leader(score)
     arms = arms_at(score, t)
     out = [f"## Score: drafts for {cell(score['target']['name'])}", "", f"**{cell(verdict(score))}**", ""]
-    if disturbed := busy(score):
-        out += [f"> **Warning:** {disturbed}.", ""]
+    for disturbed in warnings(score):
+        out += [f"> **Warning:** {cell(disturbed)}.", ""]
     rows = []
     for name in ranked(score, t):
         a = arms[name]

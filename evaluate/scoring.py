@@ -17,7 +17,7 @@ import torch
 
 from draftstill.decode import Costs
 from draftstill.evaluate import about
-from draftstill.evaluate.arms import PLAIN, Bench, open_bench
+from draftstill.evaluate.arms import PLAIN, Bench, kept_head, open_bench
 from draftstill.evaluate.assembling import Found, gather, row
 from draftstill.evaluate.audit import VERSION as AUDIT
 from draftstill.evaluate.audit import audit
@@ -26,14 +26,13 @@ from draftstill.evaluate.choosing import best_arm, best_rows, comparisons, to_pu
 from draftstill.evaluate.costing import step_costs
 from draftstill.evaluate.diagnosing import diagnoses
 from draftstill.evaluate.domains import Domain, domains
-from draftstill.evaluate.load import measure_load
 from draftstill.evaluate.reading import held_out_figure
 from draftstill.evaluate.report import write_reports
 from draftstill.machine import describe_machine
 from draftstill.progress import Progress, say
 from draftstill.recipe import OWN, Recipe
 from draftstill.recipe_io import fingerprint
-from draftstill.runfolder import RunFolder, Stage, hash_file, read_json, versions, write_json
+from draftstill.runfolder import RunFolder, Stage, git_state, read_json, versions, write_json
 from draftstill.stages import candidate_recipes, draft_stage, stages
 from draftstill.train import train_all
 
@@ -58,7 +57,7 @@ def score(recipe: Recipe, run: RunFolder) -> Score:
     work = stage.begin()
     bench = open_bench(recipe, folders)
     fields = domains(recipe, run, found, bench.target.tokenizer)
-    cells = Cells(work, run, bench, _identity(found), _drafts(bench, folders, found), _surroundings(bench))
+    cells = Cells(work, run, bench, _identity(found), _drafts(bench, folders, found), _surroundings(bench), git_state())
     arms = [(arm, gamma) for arm in bench.arms.values() if arm.name != PLAIN for gamma in arm.gammas]
     _count(cells, fields)
     before = step_costs(cells, fields[0], arms, "before")
@@ -72,8 +71,6 @@ def score(recipe: Recipe, run: RunFolder) -> Score:
     write_json(work / "score.json", result)
     write_reports(result, work)
     stage.finish(winner=result["winner"])
-    if recipe.evaluate.batches != (1,):
-        measure_load(recipe, run)
     return read_json(stage.folder / "score.json")
 
 
@@ -90,7 +87,7 @@ def _surroundings(bench: Bench) -> dict[str, Any]:
     machine, device, made = describe_machine(), bench.target.network.device, versions()
     return {
         **{k: machine[k] for k in ("cpu", "cores", "omp_wait_policy")}, "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "accelerator": about.accelerator(device),
         **{k: made.get(k) for k in ("draftstill", "torch", "python")},
     }  # fmt: skip
 
@@ -106,8 +103,7 @@ def _drafts(bench: Bench, folders: Mapping[str, Path], found: Mapping[str, Stage
             made[arm.draft] = {k: v for k, v in bench.stock[name.partition(":")[2]].items() if k != "name"}
             continue
         candidate = arm.candidate or name.partition(":")[2] or next(iter(folders))
-        head = own[candidate].draft.head_tokens
-        kept = [head, hash_file(folders[candidate] / "token_ranking.safetensors")] if head else None
+        kept = kept_head(own[candidate], folders[candidate])
         stage = found[draft_stage(candidate)]
         if arm.kind == "untuned":
             # What is kept of a calibrated one was chosen on the recording.
@@ -250,6 +246,7 @@ def assemble(cells: Cells, fields: Sequence[Domain], arms: Sequence[Timed], cost
         "costs_by_temperature": {f"{t:g}": c.to_json() for t, c in costs.items()},
         "training": {"curve": curves[shown], "curves": curves},
         "conditions": {**about.conditions(recipe, every, cells.warm_up_s, gamma), "past_eos": about.past_eos(bench, every),
+                       "accelerator": about.accelerator(bench.target.network.device),
                        "test_sha256": stages_["corpus"].facts().get("test_sha256"), "prompts_sha256": hashed(fields[0])},
         "arms": [r for t in settings.temperatures for r in best[OWN, t]],
         "sweep": [{k: v for k, v in r.items() if k != "per_prompt"} for r in sweep],

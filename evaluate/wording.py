@@ -150,15 +150,32 @@ def busy(score: Score) -> str | None:
     return f"other processes kept {other:.2f} cores busy during timing, so the speeds are not to be trusted; score again on a quiet machine"
 
 
+def mixed(score: Score) -> str | None:
+    """The warning that more than one state of Draftstill's own source timed, where several did: an interrupted score went on after an edit."""
+    commits = score["conditions"].get("commits") or []
+    if len(commits) < 2:
+        return None
+    told = ", ".join("one that was not noted" if c is None else " ".join(word[:12] for word in c.split()) for c in commits)
+    return (f"{len(commits)} states of Draftstill's source timed this score ({told}), so a difference between arms may be one between states; to time "
+            "with one, move the run's folders score and score.old-* away and score again")  # fmt: skip
+
+
+def warnings(score: Score) -> list[str]:
+    """All that disturbed the timing."""
+    return [told for told in (busy(score), mixed(score)) if told]
+
+
 def before_and_after(score: Score) -> tuple[float | None, float | None]:
-    """Token acceptance of the shown draft before and after training, both at one gamma where the score has that."""
+    """Token acceptance of the shown draft before and after training, both at one gamma. Where the score has no such gamma nothing is said of before:
+    guess by guess acceptance falls, so two gammas compare as nothing."""
     score, t = as_read(score), score["winner"]["temperature"]
     candidate = shown_candidate(score)
     if candidate is None:
         return None, None
     first, last = untrained(score, candidate, t), arms_at(score, t).get(candidate)
-    if first is not None:
-        last = next((r for r in swept(score, candidate, t) if r["swept"] == first["swept"]), last)
+    if first is not None and last is not None:
+        same = next((r for r in swept(score, candidate, t) if r["swept"] == first["swept"]), None)
+        first, last = (None, last) if same is None else (first, same)
     if first is not None and last is not None and not (first.get("counts") and last.get("counts")):
         first, last = ({**row, "counts": None} for row in (first, last))
     return tuple(None if row is None else acceptance(row)[1] for row in (first, last))  # type: ignore[return-value]

@@ -1,16 +1,18 @@
 """Readers of the user's text: files of text and of rows, datasets of the Hub, standard input, and some packages with real text.
 
 A reader yields one ``Row`` for everything it looked at; what cannot be used carries a reason, so that nothing goes missing without being
-counted. No reader holds more than a row in memory.
+counted. Of text and of rows of JSON no reader holds more than one in memory, of parquet 256 rows and a page of each column.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from draftstill.errors import DraftstillError
 from draftstill.readers.conversations import compared, prompt_keys, redacted, text_of
@@ -65,18 +67,22 @@ def content_files(corpus: Corpus) -> list[tuple[str, Path]] | None:
     return [(name, path) for name, path in open_files(root) if kind_of(name, corpus.format)[0] and included(name, corpus.include)]
 
 
-def read_rows(corpus: Corpus, meter: Meter | None = None) -> Iterator[Row]:
-    """Every row of ``corpus.source``, in an order that depends on names only; ``meter`` follows the bytes read.
+def read_rows(corpus: Corpus, meter: Meter | None = None, folder: Path | None = None) -> Iterator[Row]:
+    """Every row of ``corpus.source``, in an order that depends on names only.
+
+    Args:
+        meter: follows the bytes read.
+        folder: on the disk where text waits that cannot be read twice or in order, in files without a name (the system's own, where None).
 
     Raises:
         DraftstillError: the source is missing, or holds no file of the wanted format.
     """
     meter = meter or Meter()
     if corpus.source == STANDARD_INPUT:
-        yield from _standard_input(corpus, meter)
+        yield from _standard_input(corpus, meter, folder)
         return
     if is_hub(corpus.source):
-        yield from _file_rows(hub_files(corpus, meter), corpus, meter)
+        yield from _file_rows(hub_files(corpus, meter), corpus, meter, folder)
         return
     root = _root(corpus)
     licences = licences_folder(root) if corpus.format in ("auto", "licensedcode") else None
@@ -86,7 +92,7 @@ def read_rows(corpus: Corpus, meter: Meter | None = None) -> Iterator[Row]:
     if corpus.format == "licensedcode":
         raise DraftstillError("no licensedcode/data/licenses folder with .LICENSE files here", key="corpus.source", value=corpus.source,
                               mend="use the licensedcode-data wheel, or another corpus.format")  # fmt: skip
-    yield from _file_rows(folder_files(root, corpus.format, corpus.include, corpus.source, meter), corpus, meter)
+    yield from _file_rows(folder_files(root, corpus.format, corpus.include, corpus.source, meter), corpus, meter, folder)
 
 
 def _root(corpus: Corpus) -> Path:
@@ -99,7 +105,7 @@ def _root(corpus: Corpus) -> Path:
     return root
 
 
-def _file_rows(files: list[File], corpus: Corpus, meter: Meter) -> Iterator[Row]:
+def _file_rows(files: list[File], corpus: Corpus, meter: Meter, folder: Path | None) -> Iterator[Row]:
     meter.files, meter.total = len(files), sum(file.size for file in files)
     if corpus.format == "ontology":
         yield from ontology_rows(files, corpus, meter)
@@ -108,7 +114,7 @@ def _file_rows(files: list[File], corpus: Corpus, meter: Meter) -> Iterator[Row]
     tables = [file for file in files if file.kind != "text"]
     for file in texts:
         yield _text(file, corpus, meter)
-    yield from table_rows(tables, corpus, meter)
+    yield from table_rows(tables, corpus, meter, folder)
 
 
 def _text(file: File, corpus: Corpus, meter: Meter) -> Row:
@@ -123,7 +129,7 @@ def _text(file: File, corpus: Corpus, meter: Meter) -> Row:
         return rejected(file.name, error)._replace(lost=False)  # one document, and all of it is named
 
 
-def _standard_input(corpus: Corpus, meter: Meter) -> Iterator[Row]:
+def _standard_input(corpus: Corpus, meter: Meter, folder: Path | None) -> Iterator[Row]:
     if sys.stdin is None or sys.stdin.isatty():
         raise DraftstillError("standard input is a terminal, so there is no text in it", key="corpus.source", value=STANDARD_INPUT,
                               mend="pipe the text in: zcat log.jsonl.gz | draftstill run RECIPE")  # fmt: skip
@@ -131,9 +137,14 @@ def _standard_input(corpus: Corpus, meter: Meter) -> Iterator[Row]:
         raise DraftstillError("standard input is read as jsonl, json or text", key="corpus.format", value=corpus.format,
                               mend="write it to a file and give that")  # fmt: skip
     # Rows are looked at before they are read, and a pipe cannot go back.
-    with tempfile.NamedTemporaryFile(prefix="draftstill-stdin-") as copy:
+    with tempfile.TemporaryFile(dir=folder) as copy:  # nameless: gone when the process is
         shutil.copyfileobj(sys.stdin.buffer, copy)
         copy.flush()
         kind = "jsonl" if corpus.format == "auto" else corpus.format
-        path = Path(copy.name)
-        yield from _file_rows([File("stdin", kind, path.stat().st_size, lambda: open(path, "rb"))], corpus, meter)  # noqa: SIM115
+        yield from _file_rows([File("stdin", kind, copy.tell(), lambda: _again(copy))], corpus, meter, folder)
+
+
+def _again(copy: IO[bytes]) -> IO[bytes]:
+    """A file without a name, from its beginning. The one opened before goes on no more: they share a position."""
+    os.lseek(copy.fileno(), 0, os.SEEK_SET)
+    return open(os.dup(copy.fileno()), "rb")

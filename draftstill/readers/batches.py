@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from draftstill.readers.rows import Row, Unusable, rejected
+from draftstill.readers.rows import Row, Unusable, rejected, usable
 from draftstill.readers.shapes import answer_of
 
 
 class Answers:
-    """The messages of response files, on disk; in memory stands where each one lies."""
+    """The messages of response files, on the disk of ``folder``; in memory stands where each one lies."""
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - nameless: gone when the process is
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - nameless: gone when the process is
         self._places: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._asked: dict[tuple[str, str], str] = {}
 
@@ -40,7 +41,7 @@ class Answers:
         Raises:
             Unusable: the id was asked before, so that the response could belong to either.
         """
-        key = (folder, str(row.get("custom_id")))
+        key = (folder, str(usable(row.get("custom_id"))))
         if key in self._asked:
             raise Unusable(
                 "repeated custom_id", f"{key[1]!r} is the request in {self._asked[key]}, too; give each batch a folder of its own"

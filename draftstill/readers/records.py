@@ -14,7 +14,7 @@ from typing import Any
 
 from draftstill.readers.files import File, Meter
 from draftstill.readers.lists import items
-from draftstill.readers.rows import Unusable
+from draftstill.readers.rows import Unusable, excerpt
 from draftstill.readers.streams import decoded, encoding_of, source, unpacked, utf8_lines
 from draftstill.readers.values import parse
 
@@ -24,6 +24,8 @@ Record = tuple[str, dict[str, Any] | Unusable]
 _LARGEST_OBJECT = 256 << 20
 """A .json file that is one object cannot be read piecewise."""
 _PARQUET_ROWS = 256
+_PARQUET_BYTES = 1 << 18
+"""Read at once, or as much as a page has: a file may be one row group, whose columns would be fetched whole."""
 _LINES = 8
 """Lines of a .json file that tell whether each of them is a row."""
 
@@ -142,8 +144,9 @@ def _parquet(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
     number = 0
     with source(file) as raw:
         try:
-            for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=_PARQUET_ROWS):
-                for value in batch.to_pylist():
+            stored = pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=_PARQUET_BYTES)
+            for batch in stored.iter_batches(batch_size=_PARQUET_ROWS):
+                for value in _values(batch):
                     number += 1
                     yield f"{file.name}:{number}", without_nulls(value)
                 if meter is not None:
@@ -153,6 +156,27 @@ def _parquet(file: File, limit: int, meter: Meter | None) -> Iterator[Record]:
             raise Unusable("damaged parquet", str(error).splitlines()[0]) from None
     if meter is not None:
         meter.finished(file)
+
+
+def _values(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch. A cell that Python cannot hold (broken UTF-8, a day beyond its calendar, an unknown time zone) is the reason why."""
+    try:
+        return list(batch.to_pylist())
+    except Exception:  # of Python or of pyarrow, by what the cell is
+        return [
+            {name: _cell(name, column, n) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+            for n in range(len(batch))
+        ]
+
+
+def _cell(name: str, column: Any, number: int) -> Any:
+    try:
+        return column[number].as_py()
+    except MemoryError:  # no fault of the cell's
+        raise
+    except Exception as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "bad value"
+        return Unusable(reason, f"{excerpt(name)!r}: {excerpt(error) or type(error).__name__}")
 
 
 def without_nulls(value: Any) -> Any:

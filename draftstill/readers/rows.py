@@ -32,9 +32,21 @@ FAULTS = frozenset({
     "not UTF-8", "damaged gzip", "damaged zstd", "damaged parquet", "damaged database", "bad JSON", "repeated key", "not an object",
     "missing field", "not a string", "lone surrogate", "NUL character", "empty", "bad front matter", "bad messages", "unknown role", "null content",
     "empty turn", "empty conversation", "no user turn", "bad tools", "failed response", "no request", "repeated custom_id", "nested too deeply",
-    "repeated id", "rest not read",
+    "repeated id", "rest not read", "bad value",
 })  # fmt: skip
 """Reasons that are faults of the input. Others (too short, too long, duplicate, another category) are choices of the recipe."""
+
+
+def usable(value: Any) -> Any:
+    """The value of a field. A column's cell that Python cannot hold stands in its row as the reason, which matters where the field is used.
+
+    Raises:
+        Unusable: there is none.
+    """
+    if isinstance(value, Unusable):
+        raise value
+    return value
+
 
 _SHOWN = 60
 CUT = " ..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftstill.readers.conversations import INSTRUCTING, checked_tools, compared, conversation, plain, readable, text_of
-from draftstill.readers.rows import Row, Unusable, document, excerpt, names_of
+from draftstill.readers.rows import Row, Unusable, document, excerpt, names_of, usable
 
 _ABSENT = object()
 
@@ -18,7 +18,7 @@ _GROUPS = ("conversation_id", "session_id", "thread_id", "chat_id")
 """Fields that name the conversation which several rows belong to."""
 _SYSTEM = ("system", "system_prompt")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("input", "output"))
-_BATCH = {"messages": "body.messages", "prompt": "body.prompt", "tools": "body.tools"}
+_BATCH = {"messages": "body.messages", "prompt": "body.prompt", "tools": "body.tools", "functions": "body.functions"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ class Shape:
             answer = at("answer") if answer is None and at("answer") is not _ABSENT else answer
         else:
             turns, answer = self._turns(value, answer)
-        messages = _instructed(at("system"), conversation(turns))
+        system = next((found for found in map(at, _SYSTEM) if not _says_nothing(found)), None)
+        messages = _instructed(system, conversation(turns))
         if answer is not None:
             messages += conversation([{"role": "user", "content": "-"}, _as_message(answer)])[1:]
-        tools = None if at("tools") is _ABSENT else checked_tools(at("tools"))
+        tools = _tools(at("tools"), at("functions"))
         if not compared(messages).strip():
             raise Unusable("empty conversation", "no turn has any text")
         return Row(row_id, readable(messages), family=family, messages=messages, tools=tools)
@@ -84,20 +85,50 @@ class Shape:
         if not isinstance(asked, str):
             raise Unusable("null content" if asked is None else "not a string", f"the prompt is {type(asked).__name__}")
         about = _at(value, fields.get("input"))
+        if about is not _ABSENT and about is not None and not isinstance(about, str):
+            raise Unusable("not a string", f"the input is {type(about).__name__}")
         if isinstance(about, str) and about.strip():
             asked = f"{asked}\n\n{about}"
         if not asked.strip():
             raise Unusable("empty turn", "the prompt")
         if response is None and reply in fields:
             raise Unusable("null content", "the response")
-        return [{"role": "user", "content": asked}], response
+        return [*_earlier(_at(value, fields.get("history"))), {"role": "user", "content": asked}], response
+
+
+def _earlier(history: object) -> list[dict[str, Any]]:
+    """The turns before a prompt, where a row holds them as pairs of question and answer (LLaMA-Factory's form of Alpaca)."""
+    if not isinstance(history, list):  # some other field of that name
+        return []
+    turns = []
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise Unusable("not a string", f"history: a pair of question and answer, not {excerpt(pair)}")
+        turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return turns
 
 
 def _instructed(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The turns behind the row's own system prompt, unless they begin with instructions already."""
-    if not isinstance(system, str | list) or not text_of(system).strip() or messages[0]["role"] in INSTRUCTING:
+    if messages[0]["role"] in INSTRUCTING:
         return messages
-    return [{"role": "system", "content": plain(system)}, *messages]
+    try:
+        text = text_of(system)
+    except Unusable as error:
+        raise Unusable(error.reason, f"the system prompt: {error.detail}") from None
+    return [{"role": "system", "content": plain(system)}, *messages] if text.strip() else messages
+
+
+def _says_nothing(value: object) -> bool:
+    return value in (_ABSENT, None, []) or (isinstance(value, str) and not value.strip())
+
+
+def _tools(tools: object, functions: object) -> list[dict[str, Any]] | None:
+    """The tools of a row, or what stands in their place in OpenAI's first form: the functions alone."""
+    found = None if tools is _ABSENT else checked_tools(tools)
+    if found is None and functions is not _ABSENT and (known := checked_tools(functions)) is not None:
+        found = [f if "function" in f else {"type": "function", "function": f} for f in known]
+    return found
 
 
 def _as_message(answer: object) -> object:
@@ -112,10 +143,10 @@ def _at(value: Any, path: str | None) -> Any:
     if path is None:
         return _ABSENT
     if isinstance(value, dict) and path in value:
-        return value[path]
+        return usable(value[path])
     for part in path.split("."):
         if isinstance(value, dict) and part in value:
-            value = value[part]
+            value = usable(value[part])
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
         else:
@@ -136,11 +167,10 @@ def guess(rows: Iterable[dict[str, Any]]) -> Shape | None:
     fields = dict(shape.fields)
     if shape.name in (REQUESTS, ANSWERS):
         return shape
-    first = lambda names: next((n for n in names if any(isinstance(row.get(n), str | int) for row in rows)), None)  # noqa: E731
+    group = next((name for name in _GROUPS if any(isinstance(row.get(name), str | int) for row in rows)), None)
     if "text" not in fields:
-        fields["system"] = first(_SYSTEM) or _SYSTEM[0]
-        fields["tools"] = "tools"
-    if group := first(_GROUPS):
+        fields.update({name: name for name in (*_SYSTEM, "tools", "functions", "history")})
+    if group:
         fields["group"] = group
     return Shape.of(shape.name, fields)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from draftstill.progress import say
@@ -11,7 +12,7 @@ from draftstill.readers.batches import Answers
 from draftstill.readers.conversations import redacted
 from draftstill.readers.files import File, Meter
 from draftstill.readers.records import Record, records
-from draftstill.readers.rows import Row, Unusable, excerpt, names_of, rejected
+from draftstill.readers.rows import Row, Unusable, excerpt, names_of, rejected, usable
 from draftstill.readers.shapes import ANSWERS, REQUESTS, Shape, explicit, guess
 from draftstill.recipe import Corpus
 from draftstill.redact import Redactor
@@ -22,22 +23,24 @@ _BYTES_PER_CHARACTER = 12
 """At most, in JSON: a character beyond the basic plane as two escapes."""
 
 
-def table_rows(files: Sequence[File], corpus: Corpus, meter: Meter) -> Iterator[Row]:
-    """Every row of the files. A request and its response of a batch are one row."""
-    reader = _Reader(corpus, meter)
-    shapes = [reader.shape(file) for file in files]
-    for file, shape in zip(files, shapes, strict=True):
-        if shape is not None and shape.name == ANSWERS:
-            yield from reader.keep_answers(file)
-    for file, shape in zip(files, shapes, strict=True):
-        if shape is None or shape.name != ANSWERS:
-            yield from reader.rows(file, shape)
+def table_rows(files: Sequence[File], corpus: Corpus, meter: Meter, folder: Path | None = None) -> Iterator[Row]:
+    """Every row of the files. A request and its response of a batch are one row; responses wait on the disk of ``folder``."""
+    reader = _Reader(corpus, meter, folder)
+    # Responses are read before all requests. They stand in JSON, so a parquet file is looked at when it is reached: over the network that fetches a
+    # part of it, and max_documents may end the reading before.
+    shapes = {file: reader.shape(file) for file in files if file.kind != "parquet"}
+    answers = [file for file, shape in shapes.items() if shape is not None and shape.name == ANSWERS]
+    for file in answers:
+        yield from reader.keep_answers(file)
+    for file in files:
+        if file not in answers:
+            yield from reader.rows(file, shapes[file] if file in shapes else reader.shape(file))
     yield from reader.answers.left()
 
 
 class _Reader:
-    def __init__(self, corpus: Corpus, meter: Meter) -> None:
-        self.corpus, self.meter, self.answers = corpus, meter, Answers()
+    def __init__(self, corpus: Corpus, meter: Meter, folder: Path | None) -> None:
+        self.corpus, self.meter, self.answers = corpus, meter, Answers(folder)
         self.limit = _BYTES_PER_CHARACTER * corpus.max_chars + (1 << 16)
         self._said: set[Shape | None] = set()
 
@@ -51,6 +54,8 @@ class _Reader:
         first = list(itertools.islice(self._records(file), _LOOKED_AT))
         values = [(row_id, value) for row_id, value in first if isinstance(value, dict)]
         shape = guess(value for _, value in values)
+        if shape is not None and shape.name == ANSWERS and file.kind == "parquet":
+            shape = None
         self.meter.guesses[str(shape or "unknown")] = self.meter.guesses.get(str(shape or "unknown"), 0) + 1
         if values and shape not in self._said:
             self._said.add(shape)
@@ -94,8 +99,10 @@ class _Reader:
     def _row(self, file: File, shape: Shape | None, row_id: str, value: dict[str, Any]) -> Row:
         if shape is None:
             raise Unusable("missing field", f"this row has {names_of(value)}")
-        for name, wanted in self.corpus.where.items():
-            if str(value.get(name)) not in wanted:
-                return Row(row_id, None, f"other {name}", excerpt(value.get(name)))
+        # A request that is left out by choice has its answer all the same.
         answer = self.answers.take(file.folder, row_id, value) if shape.name == REQUESTS else None
+        for name, wanted in self.corpus.where.items():
+            found = usable(value.get(name))
+            if str(found) not in wanted:
+                return Row(row_id, None, f"other {name}", excerpt(found))
         return shape.row(row_id, value, answer)

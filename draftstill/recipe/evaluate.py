@@ -59,7 +59,7 @@ class Evaluate(Section):
     """Tokens proposed per round by a draft model."""
     gammas: tuple[Gamma, ...] = ()
     """Sweep of the tuned and composite arms over these numbers of proposed tokens, for example [1, 2, 4, 8]; 0 is plain decoding, which is
-    always scored. Default: gamma alone."""
+    always scored. The draft before training runs at the nearest to gamma. Default: gamma alone."""
     lookup_gamma: Annotated[int, Field(ge=1, le=64)] = 6
     """Tokens proposed per round by prompt lookup, which costs nothing to ask."""
     prompts: PositiveInt = 16

@@ -21,7 +21,8 @@ class Record(Section):
     ``auto``: a pilot sample decides. ``text``: no laws, only what the target wrote (black-box); the loss is then ``ce``. ``live``: no laws
     on disk for training; the target stays in memory and scores each step's texts, see train.live."""
     server: Server | None = None
-    """Have a vLLM, SGLang or llama.cpp server score the texts in ``topk`` mode, at temperature 1. It must not speculate."""
+    """Have a vLLM, SGLang or llama.cpp server score the texts in ``topk`` mode, at temperature 1. It must not speculate, and is tried before the
+    target responds."""
     max_refused: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """End the recording where the server refuses a larger share of the texts, for example as longer than its context. A refused text is
     listed, and nothing is learnt from it."""
@@ -33,7 +34,7 @@ class Record(Section):
     """Bits of a kept log-probability. 8 moves alpha by less than .001 on average and takes a quarter off the size; 16 is float16."""
     hidden_bits: Literal[8, 16] | None = None
     """Bits of a number of a hidden state: 8 (with a scale for every 32 numbers), 16 (bfloat16); default: the target's dtype. On the demo's
-    target 8 bits take .013 from the alpha of a perfect draft, 16 take .002."""
+    target 8 bits take .016 from the alpha of a perfect draft, 16 nothing."""
     auto_tail: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
     """``auto`` takes ``topk`` where the pilot's mean tail mass is below this: alpha is then known to within it."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
@@ -52,13 +53,13 @@ class Record(Section):
     """Share of each kind of text in the supervised positions, for example {response: 3, document: 1}; the scarcest kind decides how
     much is recorded in all. Default: everything there is."""
     sequence_length: Annotated[int, Field(ge=8)] = 256
-    """Longest scored sequence; longer text is cut into pieces of this length."""
+    """Longest scored sequence. Longer documents are cut into pieces of this length; other texts, prompt and what was written to it, end there."""
     batch_size: PositiveInt = 8
     """Sequences per teacher forward."""
     shard_sequences: PositiveInt = 64
     """Sequences per shard; a restart loses at most one shard."""
     mirror: str | None = None
-    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests; it is tried before anything is scored."""
+    """An fsspec address (``s3://bucket/folder``) that also gets the shards and manifests; it is tried before the target responds."""
 
     @model_validator(mode="after")
     def _draft_is_there(self) -> Record:

@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 
 from draftstill.recipe.base import Fraction, PositiveInt, Section
 
-FieldRole = Literal["text", "messages", "prompt", "response", "system", "instruction", "input", "output", "answer", "tools", "group"]
+FieldRole = Literal["text", "messages", "prompt", "response", "system", "instruction", "input", "output", "answer", "tools", "history", "group"]
 Private = Literal["email", "phone", "card", "iban", "ip", "key"]
 
 _TOGETHER: dict[str, set[str]] = {
     "text": {"group"},
     "messages": {"answer", "system", "tools", "group"},
-    "prompt": {"response", "system", "tools", "group"},
-    "instruction": {"input", "output", "system", "tools", "group"},
+    "prompt": {"response", "system", "history", "tools", "group"},
+    "instruction": {"input", "output", "system", "history", "tools", "group"},
 }
 """A field that decides the shape: those that may stand beside it."""
 

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from draftstill.distill import Recording, record, recorder
 from draftstill.distill.remote import mirror
 from draftstill.errors import DraftstillError
-from tests.pipeline import borrowed, finished, hashes, opened
+from tests.pipeline import borrowed, command, finished, hashes, opened
 
 ALL = ("corpus", "responses", "recording")
 SMALL: dict[str, Any] = {"document_tokens": 0}
@@ -86,6 +86,29 @@ def test_a_mirror_that_is_set_later_gets_what_is_there(files: MemoryFileSystem, 
     count = len(sent)
     record(*opened(path, "record.mirror=memory://bucket/late"))
     assert len(sent) == count, "both are known to be there"
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_the_command_line_reads_a_recording_that_lies_elsewhere(
+    scheme: str, files: MemoryFileSystem, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = finished() / "run" / "recording"
+    address = "memory://bucket/seen" if scheme == "memory" else f"file://{tmp_path}/seen"
+    for side in ("train", "heldout"):
+        mirror(folder / side, f"{address}/{side}")
+    capsys.readouterr()
+    assert command("recording", "inspect", address) == 0
+    both = capsys.readouterr().out
+    assert command("recording", "inspect", f"{address}/train") == 0
+    one = capsys.readouterr().out
+    assert both.count("all right, token hashes too") == 2 and one.count("all right, token hashes too") == 1 and "topk, K = 16" in one
+    assert command("recording", "inspect", f"{address}/none") == 1
+    assert f"{address}/none holds no recording" in capsys.readouterr().err
+    if scheme == "memory":
+        files.rm("/bucket/seen/heldout/shard-00000.safetensors")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+        assert command("recording", "inspect", f"{address}/heldout") == 1
+        assert "the shard shard-00000.safetensors is missing" in capsys.readouterr().err
 
 
 def test_only_what_is_missing_is_sent(files: MemoryFileSystem, sent: list[str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from draftstill.distill import Ask, Client, read_responses, respond, seed_of
 from draftstill.distill.chats import chat_turn
-from draftstill.distill.dialects import request_of
+from draftstill.distill.dialects import read_answer, request_of
+from draftstill.distill.writing import FINISHED
 from draftstill.errors import DraftstillError
 from tests.distill.fake_server import Reply, fake
 from tests.distill.test_responses_engines import continuation, facts, home_for, rows
@@ -136,19 +137,20 @@ def test_no_more_is_asked_for_than_there_is_room(tmp_path: Path) -> None:
     ("content_filter", "", "respond.server.url", "asks anew"),
     ("stop", "neverheard of", "respond.server.url", "target.source"),
     ("tool_calls", "", "respond.server.api", "completions"),
+    ("reasoning set apart", "ban ban", "respond.server.api", "completions"),
 ])  # fmt: skip
 def test_the_commonest_end_is_named_with_its_mend(tmp_path: Path, finish: str, text: str, key: str, mend: str) -> None:
     def answer(path: str, body: Any) -> Reply:
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return 0, None
-        message = (
-            {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-            if finish == "tool_calls"
-            else {"content": text}
-        )
-        return 200, {"choices": [{"text": text, "message": message, "finish_reason": finish}]}
+        message: dict[str, Any] = {"content": text}
+        if finish == "tool_calls":
+            message = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+        elif finish == "reasoning set apart":
+            message["reasoning_content"] = "bar bar"
+        return 200, {"choices": [{"text": text, "message": message, "finish_reason": "stop" if "reasoning_content" in message else finish}]}
 
-    api = "chat" if finish == "tool_calls" else "completions"
+    api = "chat" if key == "respond.server.api" else "completions"
     sections: dict[str, Any] = {"chat_template": True}
     with fake(answer, "openai") as server:
         home = home_for(tmp_path / "a", server, server={"url": server.url, "retries": 0, "api": api}, **sections)
@@ -213,6 +215,44 @@ def test_vllm_gives_ids_over_chat_and_a_call_with_ids_is_kept(tmp_path: Path) ->
         home = home_for(tmp_path / "b", server, chat_template=True, server={"url": server.url, "retries": 0, "api": "chat"})
         with pytest.raises(DraftstillError, match="token ids are not the target's"):
             respond(*opened(home))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_an_answer_without_its_reasoning_is_none(name: str, reason: str, kind: Any) -> None:
+    """Without ids nobody knows how the target wrote what the server sets apart; taken as it is, the answer would stand straight behind the prompt."""
+
+    def finish(message: dict[str, Any], **more: Any) -> str:
+        found = read_answer(kind, "chat", {"choices": [{"message": message, "finish_reason": reason, **more}]})
+        assert found is not None
+        return found.finish
+
+    plain = {"stop": "eos", "length": "length"}[reason]
+    assert finish({"content": "ban", name: "ber ber"}) == finish({"content": None, name: "ber ber"}) == "reasoning set apart"
+    assert finish({"content": "ban", name: "ber ber"}, token_ids=[6, 7]) == plain, "the ids hold it"
+    assert finish({"content": "ban", name: ""}) == finish({"content": "ban", name: None}) == finish({"content": "ban"}) == plain
+
+
+def test_an_answer_in_parts_is_no_text() -> None:
+    parts = [{"type": "thinking", "thinking": "ber"}, {"type": "text", "text": "ban"}]
+    found = read_answer("openai", "chat", {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]})
+    assert found is not None and found.text == "" and found.finish not in FINISHED
+
+
+def test_rows_without_their_reasoning_are_dropped_and_counted(tmp_path: Path) -> None:
+    def answer(path: str, body: Any) -> Reply:
+        if path != "/v1/chat/completions":
+            return 0, None
+        apart = {"reasoning_content": "ber ber"} if seed_of(json.dumps(body["messages"])) % 2 else {}
+        return 200, {"choices": [{"message": {"content": "ban ban", **apart}, "finish_reason": "stop"}]}
+
+    with fake(answer, "openai") as server:
+        folder = respond(
+            *opened(home_for(tmp_path / "a", server, chat_template=True, server={"url": server.url, "retries": 0, "api": "chat"}))
+        )
+    told = facts(folder)
+    assert 0 < told["dropped"] == told["finish"]["reasoning set apart"] == 20 - told["finish"]["eos"] < 20
 
 
 def test_a_service_of_text_gets_it_without_the_opening(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from draftstill.distill import encode, read_responses, respond, responses, writi
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Respond
 from draftstill.runfolder import read_json
-from tests.pipeline import SETTINGS, borrowed, finished, hashes, make_tokenizer, opened
+from tests.pipeline import SETTINGS, borrowed, finished, hashes, make_target, make_tokenizer, opened, write_recipe
+from tests.pipeline import words as make_words
 
 SIDES = {"train": "train", "heldout": "validation"}
 
@@ -125,6 +128,71 @@ def test_documents_shorter_than_a_prompt(tmp_path: Path) -> None:
     assert caught.value.key == "respond.prompt_tokens" and caught.value.value == 200
     # Mended as the message says, the same folder goes through.
     assert respond(*opened(path, "respond.prompt_tokens=8")).exists()
+
+
+def refusing(home: Path, words: str, **respond: Any) -> Path:
+    """A home whose corpus is conversations, and whose template takes those of some words only."""
+    (home / "texts").mkdir(parents=True)
+    rng = random.Random(0)
+    spoken = [" ".join(rng.choices(make_words()[6:], k=20)) for _ in range(60)]
+    turns = ([{"role": "system", "content": "kind"}, {"role": "user", "content": text}] for text in spoken)
+    (home / "texts" / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in turns))
+    make_target(home / "target")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = words
+    tokenizer.save_pretrained(home / "target")
+    return write_recipe(home, corpus={"heldout_fraction": 0.4, "min_chars": 1}, respond=respond)
+
+
+def test_where_the_template_takes_nothing_its_words_are_said_and_listed(tmp_path: Path) -> None:
+    path = refusing(tmp_path / "a", "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
+    with pytest.raises(DraftstillError, match=r"refused by the chat template; the first: .*System role not supported") as caught:
+        respond(*opened(path))
+    listing = tmp_path / "a" / "run" / "responses.partial" / "rejected.jsonl"
+    assert (caught.value.key, caught.value.value) == ("corpus.source", str(tmp_path / "a" / "texts")) and str(listing) in str(
+        caught.value.mend
+    )
+    rows = [json.loads(line) for line in listing.read_text().splitlines()]
+    assert rows and all("System role not supported" in row["detail"] for row in rows)
+    # Mended by the template alone: the stage is another one, and what lies there claims nothing.
+    make_tokenizer().save_pretrained(tmp_path / "a" / "target")
+    folder = respond(*opened(path, "respond.max_new_tokens=2"))
+    assert not (folder / "rejected.jsonl").exists()
+
+
+def test_where_all_conversations_are_too_long_their_limit_is_named(tmp_path: Path) -> None:
+    path = refusing(tmp_path / "a", make_tokenizer().chat_template, chat_tokens=5)
+    with pytest.raises(DraftstillError, match="longer than a prompt may be; the first: .*5 are allowed") as caught:
+        respond(*opened(path))
+    assert caught.value.key == "respond.chat_tokens" and caught.value.value == 5 and "context" in str(caught.value.mend)
+
+
+def test_where_the_target_invents_nothing_the_kind_is_named(tmp_path: Path) -> None:
+    synthetic = {"passage_tokens": 8, "instruction_tokens": 1, "ask": "{passage}"}
+    path = borrowed(tmp_path, "corpus", respond={"prompts": 4, "shares": {"synthetic": 1.0}, "synthetic": synthetic})
+    with pytest.raises(DraftstillError, match="no prompt could be made of the train documents") as caught:
+        respond(*opened(path))
+    assert caught.value.key == "respond.shares" and (tmp_path / "run" / "responses.partial" / "rejected.jsonl").exists()
+
+
+@pytest.mark.parametrize(("keys", "key", "value"), [
+    ({"prompt_tokens": 256}, "respond.prompt_tokens", 256),
+    ({"prompt_tokens": 254, "chat_template": True}, "respond.prompt_tokens", 254),
+    ({"shares": {"synthetic": 1.0, "cut": 1.0}, "prompt_tokens": 256}, "respond.prompt_tokens", 256),
+    ({"shares": {"synthetic": 1.0}, "synthetic": {"passage_tokens": 250, "ask": "ban ber bin {passage} bist"}}, "respond.synthetic.passage_tokens", 250),
+])  # fmt: skip
+def test_prompts_that_the_target_s_context_does_not_hold_are_refused_before_anything_is_decoded(
+    keys: dict[str, Any], key: str, value: int, tmp_path: Path
+) -> None:
+    (tmp_path / "long").mkdir()
+    for n in range(12):
+        known = make_words()[6:]
+        (tmp_path / "long" / f"{n}.txt").write_text(" ".join(known[(n * 7 + i * (n + 1)) % len(known)] for i in range(700)) + "\n")
+    path = borrowed(tmp_path, respond={"prompts": 4, "heldout_prompts": 2, **keys})
+    with pytest.raises(DraftstillError, match="holds 256") as caught:
+        respond(*opened(path, f"corpus.source={tmp_path / 'long'}"))
+    assert caught.value.key == key and caught.value.value == value and "lower it" in str(caught.value.mend)
+    assert not list((tmp_path / "run" / "responses.partial").glob("*-0*.json")), "nothing was decoded"
 
 
 def test_fewer_prompts_than_asked_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

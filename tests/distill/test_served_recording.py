@@ -232,7 +232,7 @@ def test_padding_is_taken_out_and_the_others_share_its_mass() -> None:
 
 
 def test_a_server_that_dies_while_recording_leaves_whole_shards(tmp_path: Path) -> None:
-    left = [12]
+    left = [14]
     inner = served("vllm")
 
     def answer(path: str, body: Any) -> Reply:

@@ -132,7 +132,7 @@ def test_what_no_text_is_to_blame_for_stops_the_stage_and_keeps_whole_shards(sta
 
     with fake(answer, "vllm") as server:
         path = home(tmp_path / "b", server.url, concurrency=1)
-        left[0] = 2 + 2 * SERVED["record"]["shard_sequences"] + 2  # the probe, two shards and a little
+        left[0] = 2 * 2 + 2 * SERVED["record"]["shard_sequences"] + 2  # two probes, two shards and a little
         with pytest.raises(DraftstillError) as caught:
             record(*opened(path))
         assert caught.value.key == "record.server.url"

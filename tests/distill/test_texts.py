@@ -17,6 +17,7 @@ from draftstill.distill.ranks import Ranks
 from draftstill.distill.shards import write_manifest
 from draftstill.distill.sources import Materials, Text, cut_off, documents, gather, responses
 from draftstill.distill.weights import runs
+from draftstill.errors import DraftstillError
 from draftstill.recipe_io import load_recipe
 from draftstill.train.data import collate
 from tests.pipeline import REAL, finished, make_model, make_tokenizer
@@ -28,7 +29,8 @@ def materials(work: Path, *overrides: str) -> Materials:
     """Of the finished run."""
     run = finished() / "run"
     recipe = load_recipe(finished() / "recipe.yaml", overrides)
-    return Materials(recipe, SimpleNamespace(tokenizer=make_tokenizer()), run / "corpus", run / "responses", work, Ranks())  # type: ignore[arg-type]
+    target = SimpleNamespace(tokenizer=make_tokenizer(), config=make_model().config)
+    return Materials(recipe, target, run / "corpus", run / "responses", work, Ranks())  # type: ignore[arg-type]
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------------------
@@ -140,6 +142,10 @@ def test_rollouts_and_replays_continue_the_responses_own_prompts(tmp_path: Path)
         ]
     bare = materials(tmp_path, "respond.prompts=0")
     assert replay._prompts(bare, 5) == cut_prompts(read_documents(bare.corpus, "train"), 5, bare.recipe.respond, make_tokenizer(), 0)
+    bare.target.config.max_position_embeddings = 8
+    with pytest.raises(DraftstillError, match="holds 8") as caught:
+        replay._prompts(bare, 5)
+    assert caught.value.key == "respond.prompt_tokens" and caught.value.value == 8
 
 
 def test_fewer_prompts_than_asked_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

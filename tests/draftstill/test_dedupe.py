@@ -113,3 +113,13 @@ def test_a_crowded_bucket_is_compared_in_part_and_still_finds_duplicates(monkeyp
 
 def test_texts_without_words_are_no_duplicates():
     assert near_duplicates(["!!! ???", "...", "\U0001f600 \U0001f601", prose(1)], 0.5) == []
+
+
+@pytest.mark.parametrize(("block", "crowded", "compared"), [(16, 20, 4), (16, 1024, 32), (7, 10, 32), (1, 1, 1)])
+def test_a_bucket_of_several_blocks_is_one_group(monkeypatch, block, crowded, compared):
+    """Copies that lie blocks apart, and texts like them further on; what resembles none of them stays apart."""
+    for name, value in (("_BLOCK", block), ("_CROWDED", crowded), ("_COMPARED", compared)):
+        monkeypatch.setattr(dedupe, name, value)
+    base = prose(1, 300)
+    texts = [base] * 40 + [near(base, 5, 0.05), prose(2, 300)] + [base]
+    assert group_documents(len(texts), [], near_duplicates(texts, 0.5)) == [0] * 41 + [41, 0]

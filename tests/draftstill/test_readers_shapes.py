@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from draftstill.readers import FAULTS, read_rows
 from draftstill.readers.conversations import compared
 from draftstill.recipe import Corpus
+from tests.draftstill.test_readers_batches import request, response
 
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"q": "rent"}'}}
@@ -29,6 +30,7 @@ def pairs(row):
     return [(m["role"], m["content"]) for m in row.messages]
 
 
+BATCH = "OpenAI batch requests (messages: body.messages, prompt: body.prompt, tools: body.tools, functions: body.functions)"
 DIALOGUE = [("user", "Who pays the rent?"), ("assistant", "The tenant does.")]
 BRIEFED = [("system", "Be brief."), *DIALOGUE]
 SHAPES = {
@@ -56,9 +58,9 @@ SHAPES = {
                       [("user", "Answer.\n\nWho pays?"), ("assistant", "The tenant.")]),
     "prompts": ({"prompt": "Who pays the rent?"}, "prompts", DIALOGUE[:1]),
     "batch": ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [ASKED]}},
-              "OpenAI batch requests (messages: body.messages, prompt: body.prompt, tools: body.tools)", DIALOGUE[:1]),
+              BATCH, DIALOGUE[:1]),
     "batch, completions": ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Who pays the rent?"}},
-                           "OpenAI batch requests (messages: body.messages, prompt: body.prompt, tools: body.tools)", DIALOGUE[:1]),
+                           BATCH, DIALOGUE[:1]),
 }  # fmt: skip
 
 
@@ -220,62 +222,8 @@ def test_rows_of_one_conversation_are_one_family(tmp_path):
     ]
 
 
-def request(name, text="Who?", **body):
-    return {
-        "custom_id": name,
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": {"messages": [{"role": "user", "content": text}], **body},
-    }
-
-
-def response(name, text="Me.", status=200, **message):
-    body = {"choices": [{"index": 0, "message": {"role": "assistant", "content": text, **message}}]}
-    return {"id": "r", "custom_id": name, "response": {"status_code": status, "body": body}, "error": None}
-
-
-@pytest.mark.parametrize("names", [("requests.jsonl", "responses.jsonl"), ("z.jsonl", "a.jsonl")])
-def test_batch_requests_and_responses_are_joined(tmp_path, names):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        answers = [response("c", f"third of {folder}"), response("a", f"first of {folder}"), response("b", None, tool_calls=[CALL]),
-                   response("d", status=500), {"custom_id": "e", "response": None, "error": {"message": "no"}}, response("x")]  # fmt: skip
-        write(tmp_path / folder / names[0], *[request(n, f"{n}?", tools=TOOLS) for n in "abcde"], request("a"), "{")
-        write(tmp_path / folder / names[1], *answers, response("a"), '{"cut')
-    rows = rows_of(tmp_path)
-    kept = [row for row in rows if not row.reason]
-    assert [row.messages[-1].get("content") for row in kept] == [
-        text for f in ("one", "two") for text in (f"first of {f}", None, f"third of {f}", "d?", "e?")
-    ]
-    assert kept[1].messages[-1]["tool_calls"] == [CALL] and all(row.tools == TOOLS for row in kept)
-    reasons = sorted(row.reason for row in rows if row.reason)
-    assert reasons == sorted(
-        2 * ["bad JSON", "bad JSON", "failed response", "failed response", "no request", "repeated custom_id", "repeated custom_id"]
-    )
-    assert set(reasons) <= FAULTS
-
-
-STRANGE = [
-    None,
-    0,
-    -1.5,
-    True,
-    "",
-    " ",
-    "x",
-    "[",
-    "[]",
-    "{}",
-    [],
-    [None],
-    ["x"],
-    [[]],
-    [{}],
-    {},
-    {"text": 1},
-    {"a": {"b": [1]}},
-    {"role": "user"},
-]
+STRANGE = [None, 0, -1.5, True, "", " ", "x", "[", "[]", "{}", [], [None], ["x"], [[]], [{}], {}, {"text": 1}, {"a": {"b": [1]}},
+           {"role": "user"}]  # fmt: skip
 PLACES = [
     "messages", "messages.0", "messages.0.role", "messages.0.content", "messages.0.content.0", "messages.1.tool_calls", "messages.1.tool_calls.0",
     "messages.1.tool_calls.0.function", "messages.1.tool_calls.0.function.arguments", "messages.1.function_call", "tools", "tools.0",
@@ -334,12 +282,19 @@ SHARED = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value":
 @pytest.mark.parametrize("key", ["system", "system_prompt"])
 def test_a_system_prompt_beside_the_turns_comes_first(tmp_path, turns, key):
     for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
-        if key == "system" or isinstance(system, str):
-            (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: system, **turns}))
-            assert pairs(row) == [("system", system), *DIALOGUE] and "Be brief." in row.text
-    for nothing in ("", "  ", None, 5, {"a": 1}, []):
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: system, **turns}))
+        assert pairs(row) == [("system", system), *DIALOGUE] and "Be brief." in row.text
+    for nothing in ("", "  ", None, []):
         (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: nothing, **turns}))
         assert pairs(row) == DIALOGUE, nothing
+    other = {"system": "system_prompt", "system_prompt": "system"}[key]
+    (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: "Be brief.", other: " ", **turns}))
+    assert pairs(row)[0] == ("system", "Be brief.")
+    for strange in (5, False, {"a": 1}):
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {key: strange, **turns}))
+        assert row.reason == "not a string" and "system" in row.detail, strange
+    rows = rows_of(write(tmp_path / "rows.jsonl", *[turns] * 101, {key: "Be brief.", **turns}, {key: {"a": 1}, **turns}))
+    assert pairs(rows[-2])[0] == ("system", "Be brief.") and rows[-1].reason == "not a string", "in rows that decided nothing"
 
 
 def test_turns_that_begin_with_instructions_keep_their_own(tmp_path):
@@ -354,3 +309,43 @@ def test_turns_that_begin_with_instructions_keep_their_own(tmp_path):
     assert pairs(row) == [("system", "Be brief."), *DIALOGUE[:1]]
     (row,) = rows_of(write(tmp_path / "rows.jsonl", {"messages": [ASKED], "system": [{"type": "image_url", "image_url": {"url": "u"}}]}))
     assert row.reason == "not only text"
+
+
+@pytest.mark.parametrize("about", [5, True, {"x": 1}, {}, [], ["x"]])
+@pytest.mark.parametrize("fields", [{}, {"instruction": "instruction", "input": "input", "output": "output"}])
+def test_what_stands_below_an_instruction_is_text_or_the_row_is_named(tmp_path, about, fields):
+    task = {"instruction": "a", "input": about, "output": "b"}
+    rows = rows_of(write(tmp_path / "rows.jsonl", {**task, "input": "c"}, task, {**task, "input": None}), fields=fields)
+    assert [row.reason for row in rows] == [None, "not a string", None] and "input" in rows[1].detail
+
+
+@pytest.mark.parametrize("task", [{"instruction": "c", "input": "", "output": "d"}, {"prompt": "c", "response": "d"}, {"prompt": "c"}])
+@pytest.mark.parametrize("fields", [{}, {"prompt": "prompt", "response": "response", "history": "history"}])
+def test_earlier_turns_in_pairs_come_before_the_prompt(tmp_path, task, fields):
+    if fields and "response" not in task:
+        fields = {k: v for k, v in fields.items() if k != "response"}
+    if fields and "instruction" in task:
+        fields = {"instruction": "instruction", "input": "input", "output": "output", "history": "history"}
+    histories = [[["a", "b"]], [], None, "an unrelated column", [["a"]], [["a", None]], ["a", "b"]]
+    rows = rows_of(write(tmp_path / "rows.jsonl", *({**task, "history": h} for h in histories)), fields=fields)
+    assert [row.reason for row in rows] == [None] * 4 + ["not a string"] * 3
+    said = [[(m["role"], m["content"]) for m in row.messages] for row in rows[:4]]
+    assert said[0] == [("user", "a"), ("assistant", "b"), *said[1]] and said[1] == said[2] == said[3] and said[1][0] == ("user", "c")
+
+
+FIRST_FORM = [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize("functions", [FIRST_FORM, json.dumps(FIRST_FORM), TOOLS])
+@pytest.mark.parametrize("tools", [{}, {"tools": None}, {"tools": []}])
+def test_functions_in_openais_first_form_are_tools(tmp_path, functions, tools):
+    called = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    for turns in ({"messages": [ASKED, called]}, {"prompt": "Who?", "response": "Me."}, {"prompt": [ASKED], "completion": [called]}):
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {**turns, "functions": functions, **tools}))
+        assert row.tools == TOOLS
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {**turns, "functions": ["f"], "tools": TOOLS}))
+        assert row.tools == TOOLS, "the second form comes first"
+        (row,) = rows_of(write(tmp_path / "rows.jsonl", {**turns, "functions": ["f"]}))
+        assert row.reason == "bad tools"
+    (row,) = rows_of(write(tmp_path / "rows.jsonl", request("a", functions=functions, **tools)))
+    assert row.tools == TOOLS

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import time
 
 import pytest
 
 from draftstill.corpus import prepare_corpus, read_documents
+from draftstill.gathering import Gathering
 from draftstill.readers import Row, read_rows, redacted
 from draftstill.recipe import Corpus, Recipe, Target
 from draftstill.redact import PATTERNS, Redactor
@@ -144,3 +148,69 @@ def test_without_redaction_rows_are_named_by_their_keys(tmp_path):
     assert [row.id for row in read_rows(Corpus(source=str(tmp_path / "people.json")))] == [f"people.json:{name}" for name in PRIVATE]
     private = Corpus(source=str(tmp_path / "people.json"), redact=("email",))
     assert [row.id for row in read_rows(private)] == [f"people.json:{n}" for n in range(1, len(PRIVATE) + 1)]
+
+
+TEXTS = {
+    "base64url": lambda n: "".join(random.Random(0).choices("abcdefghijkLMNOPQRSTUVWXYZ0123456789-_", k=n)),
+    "joined words": lambda n: "ab-" * (n // 3),
+    "local parts": lambda n: "+a" * (n // 2),
+    "domains": lambda n: "a@" * (n // 2) + "a." * n,
+    "web tokens": lambda n: "eyJabcdefgh-" * (n // 12),
+    "two parts of a web token": lambda n: "eyJabcdefgh-" * (n // 24) + ".eyJ" + "a" * (n // 2),
+    "space behind a name": lambda n: "password" + " " * n,
+    "lines behind a name": lambda n: "bearer:" + "\n" * n,
+    "headers": lambda n: "-----BEGIN A" * (n // 12),
+    "header": lambda n: "-----BEGIN " + "A " * (n // 2),
+    "digits": lambda n: "4" * n,
+    "groups": lambda n: "4111 12" * (n // 7),
+    "numbers": lambda n: "030 90182-" + "12-" * (n // 3),
+    "octets": lambda n: "12." * (n // 3),
+    "colons": lambda n: "fab:a" * (n // 5),
+    "country codes": lambda n: "+12 (" * (n // 5),
+    "letters": lambda n: "DE89 ABCD " * (n // 10),
+    "many addresses": lambda n: " ".join(f"a{k}@x.org" for k in range(n // 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_it_takes_time_by_the_length_of_the_text(name):
+    """Eight times the text, eight times the time; sixty-four times where each place is read from every other."""
+
+    def seconds(size):
+        text, start = TEXTS[name](size), time.process_time()
+        change(text)
+        return time.process_time() - start
+
+    assert seconds(1 << 16) < 24 * seconds(1 << 13) + 0.1
+
+
+LOOSE = {  # what is found, written plainly: it takes the square of the length of some texts
+    "email": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}\b",
+    "key": r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
+}
+PIECES = {
+    "email": [*"ab.+-@_ 1é", "x.org"],
+    "key": ["eyJ", "eyJabcdefgh", ".", "-", "abcdefgh", " ", "é", ".eyJ", "eyJabcdefgh.eyJabcdefgh.abcdefgh"],
+}
+
+
+@pytest.mark.parametrize("kind", LOOSE)
+def test_what_is_found_hangs_on_no_way_of_searching(kind):
+    rng = random.Random(5)
+    for _ in range(3000):
+        text = "".join(rng.choices(PIECES[kind], k=rng.randint(3, 14)))
+        redactor = Redactor([kind])
+        assert re.sub(r"<[A-Z]+_\d+>", "<>", redactor.replace(text, beside=text)[0]) == re.sub(LOOSE[kind], "<>", text), text
+
+
+def test_what_is_too_long_is_not_redacted_first(tmp_path, monkeypatch):
+    changed = []
+    monkeypatch.setattr(Redactor, "replace", lambda self, *values, beside: changed.append(len(beside)) or list(values))
+    rows = [{"text": f"{n} " + "x " * (5000 if n == 3 else 200)} for n in range(8)]
+    rows += [{"prompt": "y " * 5000, "response": "z"}]
+    for name, part in (("a", rows[:8]), ("b", rows[8:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    gathered = Gathering(Corpus(source=str(tmp_path), redact=("email",), max_chars=1000), tmp_path)
+    changed.clear()
+    gathered.gather()
+    assert gathered.reasons == {"too long": 2} and len(gathered.ids) == 7

@@ -114,6 +114,20 @@ def test_other_conditions_are_named_and_speed_is_not_compared(new: dict[str, Any
     assert "speed is not compared" in told and "Speed is not compared" in told and last.replace("_", " ").split()[-1] in told
 
 
+def test_another_gpu_bars_speed_where_both_scores_name_theirs(new: dict[str, Any]) -> None:
+    old = copy.deepcopy(OLD)
+    for score in (old, new):
+        score["conditions"].update(device="cuda", accelerator="NVIDIA A10")
+    assert not compare(new, old).barred
+    new["conditions"]["accelerator"] = "NVIDIA H200"
+    assert compare(new, old).barred == ["accelerator"] and {c.figure for c in compare(new, old).changes} == {"acceptance"}
+    assert "NVIDIA A10" in as_markdown(compare(new, old), new, old)
+    for score in (old, new):
+        del score["conditions"]["accelerator"]
+        assert not compare(new, old).barred, "an older score does not name it"
+    assert {c.figure for c in compare(new, old).changes} > {"acceptance"}
+
+
 def test_other_prompts_bar_speed_and_another_sampler_bars_everything(new: dict[str, Any]) -> None:
     for a in new["arms"]:
         for row in a["per_prompt"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftstill.corpus import read_documents, stored_documents
+from draftstill.corpus import Document, read_documents, stored_documents
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.domains import Domain, domains, held_out
 from draftstill.recipe import OWN
@@ -80,6 +80,37 @@ def test_a_domain_that_asks_nothing_is_refused_with_the_reason(
     with pytest.raises(DraftstillError) as caught:
         found(tmp_path, rows, respond)
     assert caught.value.key == key and says in str(caught.value)
+
+
+REFUSING = "{{ raise_exception('System role not supported') }}"
+
+
+def test_what_the_template_says_is_said(tmp_path: Path) -> None:
+    """A domain of conversations that the template takes none of: the text is to blame, not the length."""
+    strict = make_tokenizer()
+    strict.chat_template = REFUSING
+    with pytest.raises(
+        DraftstillError, match=r"evaluate\.domains\.other: 2 refused by the chat template; the first: .*System role not"
+    ) as caught:
+        found(tmp_path, [chat("ban"), chat("ber", "bin")], tokenizer=strict)
+    assert caught.value.key == "evaluate.domains.other.source" and caught.value.value == str(tmp_path / "other")
+    recipe, _ = opened(tmp_path / "recipe.yaml")
+    own = [Document("c", "test", "c", "ban", [{"role": "user", "content": "ban"}])]
+    with pytest.raises(DraftstillError, match="System role not supported") as caught:
+        held_out(recipe, own, strict, 1)
+    assert caught.value.key == "corpus.source" and caught.value.value == recipe.corpus.source
+
+
+def test_held_out_prompts_fit_the_target_s_context(tmp_path: Path) -> None:
+    """The tiny target's holds 256 tokens."""
+    talk = [{"role": "user" if n % 2 == 0 else "assistant", "content": " ".join(words()[6:76])} for n in range(5)]
+    recipe, _ = opened(borrowed(tmp_path, "corpus"))
+    (prompt,) = held_out(recipe, [Document("c", "test", "c", "ban", talk)], make_tokenizer(), 1)
+    assert 200 < len(prompt.ids) < 256 < recipe.respond.chat_tokens, "its oldest turns are left out"
+    text = Document("d", "test", "d", " ".join(words()[6:] * 3))
+    with pytest.raises(DraftstillError, match="holds 256") as caught:
+        held_out(opened(tmp_path / "recipe.yaml", "respond.prompt_tokens=256")[0], [text], make_tokenizer(), 1)
+    assert caught.value.key == "respond.prompt_tokens" and caught.value.value == 256
 
 
 def test_a_domain_of_conversations_needs_a_template(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,12 @@ def test_a_tokenizer_that_puts_bos_first_says_so(tmp_path: Path) -> None:
     table = tokens_of_folder(folder)
     assert table.fields["tokenizer.ggml.add_bos_token"] is True and table.fields["tokenizer.ggml.bos_token_id"] == tokenizer.bos_token_id
     assert json.dumps(table.fields["tokenizer.chat_template"])
+
+
+def test_what_a_text_tells_to_install_exists() -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = (p for folder in ("draftstill", "decode", "distill", "train", "evaluate") for p in (root / folder).rglob("*.py"))
+    texts = [p.read_text() for p in (root / "README.md", *(root / "docs").glob("*.md"), *code)]
+    named = {extra.strip() for text in texts for found in re.findall(r"draftstill\[([\w, -]+)\]", text) for extra in found.split(",")}
+    assert named and named <= set(extras)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from draftstill.evaluate.card import card
 from draftstill.evaluate.html import MOST_BYTES, page
 from draftstill.evaluate.markup import embedded
 from draftstill.evaluate.report import to_markdown, to_terminal, with_prefill, write_reports
 from draftstill.evaluate.sentences import verdict
 from draftstill.evaluate.wording import losslessness, outcome
+from tests.evaluate.test_card import recipe_for
 
 SAMPLE = json.loads((Path(__file__).parent / "sample_score.json").read_text())
 
@@ -114,6 +116,38 @@ def test_acceptance_that_fell_is_not_called_a_rise(score: dict[str, Any]) -> Non
     assert "training lowered token acceptance from 60.0% to 50.8%" in verdict(score)
     score["arms"] = [a for a in score["arms"] if a["arm"] != "untuned"]
     assert "the tuned draft has a token acceptance of 50.8%" in verdict(score)
+
+
+def test_nothing_is_said_of_training_where_no_gamma_is_common(score: dict[str, Any]) -> None:
+    """The verdict, the tile of the page and the card look at one pair of figures; an untuned row at a gamma of its own is no part of it."""
+    for a in score["arms"]:
+        if a["arm"] == "untuned":
+            a["gamma"] += 1
+    texts = [verdict(score), to_markdown(score), page(score), card(score, recipe_for())]
+    assert all("the tuned draft has a token acceptance of 50.8%" in text.replace("\\", "") for text in texts)
+    assert not any("raised token acceptance" in text or "before → after training" in text for text in texts)
+
+
+# --- what timed it ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_named(score: dict[str, Any]) -> None:
+    texts = lambda: [to_markdown(score), page(score), card(score, recipe_for())]  # noqa: E731
+    plain = texts()
+    score["conditions"].update(device="cuda", accelerator="NVIDIA H200")
+    assert all("cuda (NVIDIA H200), " in text for text in texts()[:2]) and "cuda (NVIDIA H200), " in texts()[2]
+    score["conditions"].update(device="cpu", accelerator=None)
+    assert texts()[2] == plain[2] and "None" not in texts()[0]
+
+
+@pytest.mark.parametrize(("commits", "says"), [
+    ([], None), (["a" * 40], None), ([None], None), (["a" * 40, "b" * 40 + " with changes"], "aaaaaaaaaaaa, bbbbbbbbbbbb with changes"),
+    (["a" * 40, None], "aaaaaaaaaaaa, one that was not noted"),
+])  # fmt: skip
+def test_several_states_of_the_source_are_warned_of(score: dict[str, Any], commits: list[str | None], says: str | None) -> None:
+    score["conditions"]["commits"] = commits
+    for text in (to_markdown(score), page(score), card(score, recipe_for())):
+        assert (f"2 states of Draftstill's source timed this score ({says})" in text.replace("&#x27;", "'")) == (says is not None)
 
 
 # --- Markdown and terminal -------------------------------------------------------------------------------------------------

@@ -184,6 +184,42 @@ def test_machine_threads_and_versions_are_surroundings(monkeypatch: pytest.Monke
     assert scoring._surroundings(bench) != here  # type: ignore[arg-type]
 
 
+def test_the_gpu_is_named_and_decides_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    made = {}
+    for kind in ("cpu", "cuda"):
+        bench = SimpleNamespace(target=SimpleNamespace(network=SimpleNamespace(device=torch.device(kind))))
+        made[kind] = scoring._surroundings(bench)["accelerator"]  # type: ignore[arg-type]
+    assert made == {"cpu": None, "cuda": "GPU of cuda"}
+    told = read_json(finished() / "run" / "score" / "score.json")["conditions"]
+    assert told["device"] == "cpu" and "accelerator" in told and told["accelerator"] is None
+
+
+def test_every_state_of_the_source_that_timed_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted score goes on after a commit: nothing is timed again, and the report says that two states timed."""
+    path = borrowed(tmp_path, *TRAINED, evaluate={"audit_prompts": 0, "prompts": 2, "candidates": ["tuned"], "temperatures": [0.7]})
+    states = [{"commit": "a" * 40, "dirty": False}, {"commit": "b" * 40, "dirty": True}]
+    real, written = cells.write_json, []
+
+    def counting(to: Path, value: Any) -> None:
+        if "/timing/" in str(to) and len(written) == 2:
+            raise KeyboardInterrupt
+        written.extend([to] if "/timing/" in str(to) else [])
+        real(to, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cells, "write_json", counting)
+        patch.setattr(scoring, "git_state", lambda: states[0])
+        score(*opened(path))
+    kept = {p: p.read_bytes() for p in (tmp_path / "run" / "score.partial" / "cells" / "timing").rglob("*.json")}
+    monkeypatch.setattr(scoring, "git_state", lambda: states[1])
+    result = score(*opened(path))
+    assert len(kept) == 2 and all((tmp_path / "run" / "score" / p.relative_to(tmp_path / "run" / "score.partial")).read_bytes() == was
+                                  for p, was in kept.items())  # fmt: skip
+    assert result["conditions"]["commits"] == ["a" * 40, "b" * 40 + " with changes"]
+    assert "2 states of Draftstill's source" in (tmp_path / "run" / "score" / "report.md").read_text()
+
+
 def test_a_calibrated_shape_depends_on_the_recording() -> None:
     """The untuned arm of a draft whose layers or widths were chosen on the recording is another one after another recording."""
     recipe, run = opened(finished() / "recipe.yaml")

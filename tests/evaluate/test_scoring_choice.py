@@ -164,7 +164,15 @@ def test_names_of_arms() -> None:
     every = recipe(candidates=("untuned", "tuned", "lookup", "bigram", "composite"), gammas=(0, 4, 1))
     found = arms_of(every, own)
     assert list(found) == ["plain", "untuned", "a", "b", "lookup", "bigram", "composite:a", "composite:b"]
-    assert found["a"].gammas == (1, 4) and found["untuned"].gammas == (3,) and found["lookup"].gammas == (6,)
+    assert found["a"].gammas == (1, 4) and found["untuned"].gammas == (4,) and found["lookup"].gammas == (6,)
     own["b"] = Recipe.model_validate({**recipe().model_dump(), "draft": {"layers": (1,)}}, strict=False)
     assert [n for n in arms_of(every, own) if "untuned" in n] == ["untuned:a", "untuned:b"]
     assert list(arms_of(every, {"tuned": recipe()})) == ["plain", "untuned", "tuned", "lookup", "bigram", "composite"]
+
+
+@pytest.mark.parametrize(
+    ("gammas", "gamma", "untuned"), [((), 3, 3), ((1, 2, 4, 8), 3, 2), ((1, 2, 4, 8), 7, 8), ((0, 5), 3, 5), ((2, 3), 3, 3)]
+)
+def test_the_draft_before_training_is_scored_at_a_gamma_of_the_trained_one(gammas: tuple[int, ...], gamma: int, untuned: int) -> None:
+    found = arms_of(recipe(candidates=("untuned", "tuned"), gammas=gammas, gamma=gamma))
+    assert found["untuned"].gammas == (untuned,) and untuned in found["tuned"].gammas

@@ -10,12 +10,13 @@ import pytest
 from draftstill.errors import DraftstillError
 from draftstill.evaluate.comparing import compare
 from draftstill.evaluate.load import measure_load
+from draftstill.evaluate.proving import published_alpha
 from draftstill.evaluate.scoring import score
 from draftstill.recipe_io import load_recipe
-from draftstill.runfolder import read_json
+from draftstill.runfolder import read_json, write_json
 from draftstill.stages import stages
 from draftstill.train import preflight_all
-from tests.pipeline import borrowed, finished, make_target, opened, words
+from tests.pipeline import borrowed, command, finished, make_target, opened, words
 
 TRAINED = ("corpus", "responses", "recording", "draft")
 KEYS = {"candidates": ["tuned"], "audit_prompts": 2, "prompts": 3, "gammas": [1, 2], "temperatures": [0.7]}
@@ -72,6 +73,26 @@ def test_under_load_a_stock_draft_may_be_the_fastest(tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     load = measure_load(load_recipe(recipe_path(tmp_path), [f"evaluate.batches={json.dumps(keys['batches'])}"]), run)
     assert load["fixed"]["arm"] == "stock:same"
+
+
+def test_what_is_published_is_compared_with_its_own_law(tmp_path: Path) -> None:
+    """Beside the laws of a stock draft, of drafts before training, and of the same weights with another head: each candidate finds its own."""
+    own = {"whole": {}, "narrow": {"draft": {"head_tokens": 20}}, "wide": {"draft": {"head_tokens": 60}}}
+    stock = {"same": {"source": str(finished() / "target")}}
+    keys = {**KEYS, "candidates": ["untuned", "tuned"], "audit_prompts": 0, "gammas": [1], "stock": stock}
+    path = borrowed(tmp_path, *TRAINED[:3], train={"max_steps": 2, "eval_steps": 2, "candidates": own}, evaluate=keys)
+    assert command("publish", path) == 0
+    recipe, run = opened(path)
+    found = stages(recipe, run)
+    assert len({found[f"draft-{name}"].facts()["weights_sha256"] for name in own}) == 1
+    scored = {}
+    for name in own:
+        result = read_json(found["score"].folder / "score.json")
+        write_json(found["score"].folder / "score.json", {**result, "publish": name})
+        told = published_alpha(recipe, run, found, found[f"draft-{name}"].folder / "model")
+        assert told is not None and told["published"] == pytest.approx(told["scored"], abs=1e-5), name
+        scored[name] = told["scored"]
+    assert len(set(scored.values())) == len(own), "the heads are worth different things, so that the law of another one would be seen"
 
 
 def recipe_path(home: Path) -> Path:
