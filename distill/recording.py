@@ -7,7 +7,6 @@ the other: position t of a sequence holds the law of token t+1 given tokens 0..t
 from __future__ import annotations
 
 import bisect
-import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftstill.distill.packing import decode_falls, decode_hidden, read_table, spread, unpack_ids
-from draftstill.distill.remote import fetch, is_remote
+from draftstill.distill.remote import fetch, holds_recording, is_remote
 from draftstill.distill.shards import AGAIN, KINDS, READABLE, read_info, write_manifest, write_shard
 from draftstill.errors import DraftstillError
 from draftstill.runfolder import hash_file, read_json
@@ -69,12 +68,13 @@ class Recording:
     Args:
         folder: with manifest.json; an fsspec address is fetched into the cache first.
         verify: compare every shard with its checksum first.
+        share: (r, n): of n processes that do so this is number r, and compares every n-th shard.
 
     Raises:
         DraftstillError: a missing, damaged or foreign shard, by name.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, verify: bool = True, share: tuple[int, int] = (0, 1)) -> None:
         self.folder = fetch(str(folder)) if is_remote(folder) else Path(folder)
         if not (self.folder / "manifest.json").exists():
             raise DraftstillError(f"{self.folder} holds no recording (no manifest.json)", mend="make one with: draftstill distill RECIPE")
@@ -87,7 +87,7 @@ class Recording:
         self._starts: list[list[int]] = []
         self._mapped: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         for number, shard in enumerate(self.manifest["shards"]):
-            self._check(shard, verify)
+            self._check(shard, verify and number % share[1] == share[0])
             columns = self.columns(number)
             self._ends.append((self._ends[-1] if self._ends else 0) + shard["sequences"])
             self._offsets.append(columns["offsets"].tolist())
@@ -192,11 +192,15 @@ class Recording:
         return ids, p, tail
 
     def token_weights(self, vocab: int) -> Tensor:
-        """How often each id stands in the text plus how much recorded probability it has, [vocab] float64."""
+        """How often each id stands in the text, the token behind each sequence included (an answer's end is only there), plus how much recorded
+        probability it has, [vocab] float64."""
         weights = torch.zeros(vocab, dtype=torch.float64)
         for shard in range(self.shards):
             columns = self.columns(shard)
-            weights += torch.bincount(columns["tokens"].long(), minlength=vocab)[:vocab]
+            written = [columns["tokens"]]
+            if "after" in columns:
+                written.append(columns["after"][columns["after"] >= 0])
+            weights += torch.bincount(torch.cat(written).long(), minlength=vocab)[:vocab]
             if self.mode == "topk":
                 ids, p, _ = self._laws(columns, slice(None), slice(None))
                 weights.index_add_(0, ids.clamp_min(0).flatten(), p.double().flatten())
@@ -210,10 +214,10 @@ def manifests(path: str | Path) -> list[Path]:
         DraftstillError: there is none.
     """
     if is_remote(path):
-        with contextlib.suppress(DraftstillError):
-            return [fetch(str(path))]
-        return [fetch(f"{path}/{side}") for side in ("train", "heldout")]
-    folders = [p.parent for p in sorted(Path(path).glob("**/manifest.json"))]
+        at = str(path).rstrip("/")
+        folders = [fetch(address) for address in (at, f"{at}/train", f"{at}/heldout") if holds_recording(address)]
+    else:
+        folders = [p.parent for p in sorted(Path(path).glob("**/manifest.json"))]
     if not folders:
         raise DraftstillError(f"{path} holds no recording (no manifest.json)", mend="give the recording folder of a run")
     return folders

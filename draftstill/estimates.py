@@ -16,16 +16,25 @@ from typing import Any
 
 from draftstill.errors import DraftstillError
 from draftstill.hashes import remembered_hash
+from draftstill.machine import describe_machine
+from draftstill.readers import content_files
+from draftstill.readers.files import kind_of
+from draftstill.readers.hub import is_hub
 from draftstill.recipe import Draft, Recipe, Source
+from draftstill.recipe.respond import PromptKind
 from draftstill.recording_size import recording_bytes
+from draftstill.runfolder import read_json
 from draftstill.sizes import Size, draft_size, size_of
-from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, served_target
+from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, served_target, trains_in_bf16
 
 # Constants of the estimates.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRAINING_BYTES = 16  # a trained parameter: float32 weight, gradient, two AdamW moments
+COPY_BYTES = 4  # a parameter once more in float32: the average, the best weights, the untrained draft
 CHECKPOINT_BYTES = 12  # float32 weight and two moments
 EXPORT_BYTES = 4  # a published parameter, at most
+BLOCK_BYTES = {"cpu": 2**27, "cuda": 2**30}  # a block of the loss's logits in float32
+LOSS_BLOCKS = 3  # draft's, target's, and what is made of them tile by tile
 ACTIVATIONS = 34  # numbers that tuning keeps per token, layer and hidden dimension
 RUNTIME_GIB = 1.5  # Python, torch and its work space
 
@@ -35,6 +44,8 @@ RUNTIME_GIB = 1.5  # Python, torch and its work space
 # On CUDA it is an assumption: ten kernels of 3 us a layer in a captured graph, at 3 TB/s.
 LAYER_BYTES = {"cpu": 5e6, "cuda": 9e7}
 STEP_BYTES = {"cpu": 6e6, "cuda": 9e7}
+FITTED = {"cpu": "fitted on 2 CPU cores that multiply bfloat16", "cuda": "assumed, not yet measured"}
+"""Where these come from, in words."""
 
 
 def local_config(source: Source | Draft) -> dict[str, Any] | None:
@@ -123,6 +134,32 @@ def cost_of(recipe: Recipe, target: Size, draft: Size) -> Cost:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a finished score timed on this machine, at the deployment's temperature."""
+
+    date: str
+    accelerator: str | None
+    c: dict[str, float]
+    """By candidate: time of a draft step over that of a plain target step, as the mean over a block."""
+    v: float
+    """Time of verifying a block over that of a plain target step."""
+
+
+def measured(score: Path, gamma: int) -> Measured | None:
+    """The costs in a finished score's folder, of blocks of ``gamma`` steps; None where another machine made it, or blocks of that length were not
+    timed."""
+    made = read_json(score / "score.json")
+    then, now, costs = made["conditions"]["machine"], describe_machine(), made.get("costs") or {}
+    same = all(then.get(key) == value for key, value in now.items() if key != "memory_gib")  # a limit may change, and decides no time
+    if not same or (wide := costs.get("verify_s", {}).get(str(gamma + 1))) is None:
+        return None
+    plain, further = costs["verify_s"]["1"], costs["draft_s"]
+    first = costs.get("first_s", further)  # older scores timed one kind of step
+    c = {name: (first[name] + (gamma - 1) * s) / gamma / plain for name, s in further.items()}
+    return Measured(made["conditions"]["date"], made["conditions"].get("accelerator"), c, wide / plain)
+
+
+@dataclass(frozen=True)
 class Estimates:
     """Upper estimates; None where the target's size is unknown."""
 
@@ -136,42 +173,82 @@ class Estimates:
 
 
 def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None]) -> Estimates:
-    """Upper estimates of tokens, disk and memory from the recipe and the models' sizes; ``drafts`` are all that will be trained."""
-    rows = recipe.respond.prompts + recipe.respond.heldout_prompts
-    length = recipe.respond.prompt_tokens + recipe.respond.max_new_tokens
-    responses = rows * recipe.respond.max_new_tokens
-    extra = (recipe.record.rollouts + recipe.record.replays) * length
+    """Upper estimates of tokens, disk and memory from the recipe and the models' sizes; ``drafts``: of all candidates, in their order."""
+    respond, record, kinds = recipe.respond, recipe.record, _prompt_kinds(recipe)
+    prompt = {"cut": respond.prompt_tokens, "real": respond.chat_tokens, "synthetic": respond.synthetic.instruction_tokens}
+    asked = max(prompt[kind] for kind in kinds) + respond.max_new_tokens
+    length = min(asked, record.sequence_length)
     # What a chat template wrote is not learnt from; of a base model's prompts every position is.
-    learnt = recipe.respond.max_new_tokens if recipe.respond.chat_template else length
-    heldout = recipe.respond.heldout_prompts
-    recorded = recipe.respond.prompts * learnt + heldout * recipe.respond.max_new_tokens + recipe.record.document_tokens + extra
-    scored = rows * length + recipe.record.document_tokens + extra
-    recording = _recording_bytes(recipe, target, length, scored - heldout * length, heldout * length)
+    learnt = min(length, respond.max_new_tokens + (respond.prompt_tokens if "cut" in kinds and not respond.chat_template else 0))
+    texts, heldout = respond.prompts + record.rollouts + record.replays, respond.heldout_prompts
+    responded = (respond.prompts + heldout) * respond.max_new_tokens
+    recorded = texts * learnt + heldout * min(length, respond.max_new_tokens) + record.document_tokens
+    trained, measured_on = texts * length + record.document_tokens, heldout * length
+    recording = _recording_bytes(recipe, target, trained, measured_on)
 
     disk = memory = None
-    width = DTYPE_BYTES[resolved_dtype(recipe)]
-    drafted = [d.parameters() for d in drafts if d is not None]
-    if target is not None and recording is not None and len(drafted) == len(drafts):
-        checkpoints = max(drafted) * CHECKPOINT_BYTES * (recipe.train.save_total_limit + 1)
+    width, own = DTYPE_BYTES[resolved_dtype(recipe)], candidate_recipes(recipe).values()
+    sizes = [d for d in drafts if d is not None]
+    if target is not None and recording is not None and len(sizes) == len(drafts):
+        drafted = [d.parameters() for d in sizes]
+        checkpoints = max(_checkpoint_bytes(mine, d) for mine, d in zip(own, sizes, strict=True))
         disk = recording + target.parameters() * width + checkpoints + 2 * sum(drafted) * EXPORT_BYTES
-        cache = recipe.respond.batch_size * length * target.layers * target.cache_values * width
-        logits = max(recipe.respond.batch_size, recipe.record.batch_size * recipe.record.sequence_length) * target.vocabulary * 4
-        asking = target.parameters() * width + max(cache, logits)
-        # One micro-batch's float32 logits: the largest single thing when the head is not chunked.
-        logits_in_training = 4.0 * recipe.train.per_device_train_batch_size * recipe.record.sequence_length * target.vocabulary
-        training = max(drafted) * TRAINING_BYTES + logits_in_training + _live_bytes(recipe, target, width)
+        forward = max(respond.batch_size * asked, record.batch_size * record.sequence_length)
+        logits = max(respond.batch_size, record.batch_size * record.sequence_length) * target.vocabulary * 4
+        asking = target.parameters() * width + max(forward * target.layers * target.cache_values * width, logits)
+        training = max(training_bytes(mine, target, d) for mine, d in zip(own, sizes, strict=True))
         scoring = _scoring_bytes(recipe, target, drafted, width)
         memory = max(asking, training, scoring, _tuning_bytes(recipe, target, width)) + RUNTIME_GIB * 2**30
         disk += target.parameters() * width if recipe.adapt else 0
-    return Estimates(responses, recorded, scored, _steps(recipe, length), recording, disk, memory)
+    return Estimates(responded, recorded, trained + measured_on, max(map(_steps, own)), recording, disk, memory)
 
 
-def _live_bytes(recipe: Recipe, target: Size, width: int) -> int:
-    """Memory of a target that scores each step's texts: its weights, and keys and values of a forward, all on one device."""
-    if recipe.record.mode != "live":
-        return 0
-    tokens = recipe.train.per_device_train_batch_size * recipe.record.sequence_length
-    return (target.parameters() + tokens * target.layers * target.cache_values) * width
+def longest(recipe: Recipe) -> int:
+    """Positions of the longest sequence that the recipe can record."""
+    record, respond = recipe.record, recipe.respond
+    answer = max(respond.prompt_tokens, respond.chat_tokens) + respond.max_new_tokens
+    return record.sequence_length if record.document_tokens else min(record.sequence_length, answer)
+
+
+def _prompt_kinds(recipe: Recipe) -> tuple[PromptKind, ...]:
+    """Kinds of prompts that there may be. Conversations only where neither the recipe nor the names of the files rule them out."""
+    if recipe.respond.shares:
+        return tuple(recipe.respond.shares)
+    corpus = recipe.corpus
+    documents = corpus.format in ("text", "licensedcode", "ontology") or "text" in corpus.field_map
+    if not documents and not is_hub(corpus.source) and (files := content_files(corpus)) is not None:
+        documents = all(kind_of(name, corpus.format)[0] in ("text", None) for name, _ in files)
+    return ("cut",) if documents else ("cut", "real")
+
+
+def training_bytes(recipe: Recipe, target: Size, draft: Size) -> float:
+    """Memory of training a draft: weights, gradients, moments and copies, the target's head, what a forward keeps for its backward, the loss's
+    blocks of logits beside its own gradient of the head, and a live target.
+
+    Args:
+        recipe: the candidate's own.
+    """
+    settings, width = recipe.train, DTYPE_BYTES[resolved_dtype(recipe)]
+    tokens, bf16 = settings.per_device_train_batch_size * longest(recipe), trains_in_bf16(recipe)
+    each = TRAINING_BYTES + COPY_BYTES * ((settings.ema_decay > 0) + (settings.tokens.keep < 1)) + (2 if bf16 else 0)  # and as factors
+    head = target.vocabulary * (target.hidden * width + draft.hidden * 4)
+    live = (target.parameters() + tokens * target.layers * target.cache_values) * width if recipe.record.mode == "live" else 0
+    blocks = LOSS_BLOCKS * min(tokens * target.vocabulary * 4, BLOCK_BYTES[resolved_device(recipe)])
+    return draft.parameters() * each + head + tokens * kept_bytes(draft, settings.gradient_checkpointing, bf16) + blocks + live
+
+
+def kept_bytes(draft: Size, checkpointing: bool, bf16: bool) -> int:
+    """Bytes per token that a forward keeps for its backward, at most: norms are computed in float32, and Qwen3 norms queries and keys, too."""
+    norms, attention = (9, 3) if bf16 else (1, 2)
+    more = norms * draft.hidden + attention * (draft.heads + draft.kv_heads) * draft.head_width
+    return draft.kept_numbers(checkpointing, more) * (2 if bf16 else 4)
+
+
+def _checkpoint_bytes(recipe: Recipe, draft: Size) -> int:
+    """Of a candidate's training while it runs: the checkpoints kept and the next one, each with the best weights and the average, and the best ones
+    since."""
+    each = CHECKPOINT_BYTES + COPY_BYTES * (1 + (recipe.train.ema_decay > 0))
+    return draft.parameters() * (each * (recipe.train.save_total_limit + 1) + COPY_BYTES)
 
 
 def _tuning_bytes(recipe: Recipe, target: Size, width: int) -> float:
@@ -192,25 +269,25 @@ def _scoring_bytes(recipe: Recipe, target: Size, drafted: Sequence[int], width: 
     return (target.parameters() + copies * sum(drafted) + sum(stock)) * (width + (4 if settings.audit_prompts else 0))
 
 
-def _sequences(recipe: Recipe, length: int) -> int:
-    """Recorded sequences to train on."""
-    per_text, r = math.ceil(length / recipe.record.sequence_length), recipe.record
-    return (recipe.respond.prompts + r.rollouts + r.replays) * per_text + math.ceil(r.document_tokens / r.sequence_length)
+def _sequences(recipe: Recipe) -> int:
+    """Recorded sequences to train on: a text is cut off at record.sequence_length, a document goes on in the next one."""
+    r = recipe.record
+    return recipe.respond.prompts + r.rollouts + r.replays + math.ceil(r.document_tokens / r.sequence_length)
 
 
-def _steps(recipe: Recipe, length: int) -> int:
-    """Optimizer steps on one device."""
+def _steps(recipe: Recipe) -> int:
+    """Optimizer steps of a candidate on one device."""
     if recipe.train.max_steps > 0:
         return recipe.train.max_steps
     per_step = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
-    return math.ceil(recipe.train.num_train_epochs * math.ceil(_sequences(recipe, length) / per_step))
+    return math.ceil(recipe.train.num_train_epochs * math.ceil(_sequences(recipe) / per_step))
 
 
-def _recording_bytes(recipe: Recipe, target: Size | None, length: int, train: int, heldout: int) -> float | None:
+def _recording_bytes(recipe: Recipe, target: Size | None, train: int, heldout: int) -> float | None:
     """Of ``train`` positions in the recipe's mode (``auto``: the larger of both) and ``heldout`` hidden states; None where the target's
-    size is needed and unknown. Of texts up to ``length`` tokens."""
+    size is needed and unknown."""
     r = recipe.record
-    sides = {"train": (_sequences(recipe, length), train), "heldout": (recipe.respond.heldout_prompts, heldout)}
+    sides = {"train": (_sequences(recipe), train), "heldout": (recipe.respond.heldout_prompts, heldout)}
     away = bool(r.mode == "text" or r.server)  # no weights here: both sides are recorded alike
     if target is None and not away:
         if r.mode != "topk":

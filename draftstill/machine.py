@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import time
 from pathlib import Path
 from typing import Any
+
+_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -43,7 +46,28 @@ def cores() -> int:
 
 
 def memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    """Memory that this process may fill: the machine's, or what a container or a scheduler allows of it."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_memory_limits()]) / 2**30
+
+
+def _memory_limits() -> list[int]:
+    """Bytes that the own control group and those above it allow, where they set a limit (version 1 writes "none" as nearly 2^63).
+
+    In a container the own group may be what is mounted as the root, under a path that only the host knows: what is not there is passed over.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):  # no such file, or a line of another form
+        for line in _CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, name = (_CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (_CGROUPS, "memory.max")
+            group = root / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(root):
+                    with contextlib.suppress(OSError, ValueError):  # "max"
+                        found.append(int((folder / name).read_text()))
+    return found
 
 
 def describe_machine() -> dict[str, Any]:

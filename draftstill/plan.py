@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from draftstill.estimates import Estimates, cost_of, estimate, faults_of_drafts, sizes_of_drafts, target_size
+from draftstill.estimates import FITTED, Estimates, Measured, cost_of, estimate, faults_of_drafts, measured, sizes_of_drafts, target_size
 from draftstill.machine import cores, cpu_has_bf16, cpu_model, memory_gib
 from draftstill.progress import duration
 from draftstill.readers import local_path
@@ -88,8 +88,15 @@ def plan(recipe: Recipe, run: RunFolder) -> str:
     """The whole plan as text of 80 columns; only a path may be longer."""
     stopping, target = problems(recipe), target_size(recipe)
     drafts = sizes_of_drafts(recipe, target)
-    need = estimate(recipe, target, list(drafts.values()))
-    parts = [_key_facts(recipe, run, target), _machine(recipe), _stages(recipe, run), _needs(need), _drafts(recipe, target, drafts)]
+    need, found = estimate(recipe, target, list(drafts.values())), stages(recipe, run)
+    timed = measured(found["score"].folder, recipe.evaluate.gamma) if state(found["score"]) == "reused" else None
+    parts = [
+        _key_facts(recipe, run, target),
+        _machine(recipe),
+        _stages(found),
+        _needs(recipe, need),
+        _drafts(recipe, target, drafts, timed),
+    ]
     parts.append(_break_even(recipe))
     if stopping:
         parts.append("problems that would stop the run\n" + "\n".join(_wrapped(f"  {p}") for p in stopping))
@@ -178,10 +185,9 @@ def _machine(recipe: Recipe) -> str:
     return "\n".join(["this machine", *(_wrapped(f"  {line}") for line in (owned, f"CPU: {bf16}", where))])
 
 
-def _stages(recipe: Recipe, run: RunFolder) -> str:
+def _stages(found: dict[str, Stage]) -> str:
     lines = ["stages"]
     foreign = False
-    found = stages(recipe, run)
     column = max(12, *(len(name) + 2 for name in found))
     for name, stage in found.items():
         now = state(stage)
@@ -198,11 +204,12 @@ def _stages(recipe: Recipe, run: RunFolder) -> str:
     return "\n".join(lines)
 
 
-def _needs(need: Estimates) -> str:
+def _needs(recipe: Recipe, need: Estimates) -> str:
+    longest = ", of the candidate with the most" if len(candidate_recipes(recipe)) > 1 else ""
     known: Callable[[float | None], str] = lambda b: "unknown until the models are downloaded" if b is None else f"about {_bytes(b)}"  # noqa: E731
     rows = [
         ("tokens", f"{need.response_tokens:,} responded, {need.scored_tokens:,} scored, {need.recorded_tokens:,} recorded (at most)"),
-        ("steps", f"{need.train_steps:,} optimizer steps on one device"),
+        ("steps", f"{need.train_steps:,} optimizer steps on one device{longest}"),
         ("recording", known(need.recording_bytes)),
         ("disk", known(need.disk_bytes)),
         ("memory", known(need.memory_bytes)),
@@ -210,14 +217,13 @@ def _needs(need: Estimates) -> str:
     return "needs (estimates, on the high side)\n" + _rows(rows, 2)
 
 
-def _drafts(recipe: Recipe, target: Size | None, drafts: dict[str, Size | None]) -> str:
+def _drafts(recipe: Recipe, target: Size | None, drafts: dict[str, Size | None], timed: Measured | None) -> str:
     """One line for each draft: what it costs, and what it would gain at which alpha."""
     from draftstill.decode.theory import break_even, expected_tokens, predicted_speedup
 
-    lines = [_wrapped(
-        "drafts (estimates: a step's time by the weights that it reads and a fixed part for each layer; verifying costs one plain step)", 2
-    )]  # fmt: skip
-    faults = faults_of_drafts(recipe, target)
+    faults, known, v = faults_of_drafts(recipe, target), {} if timed is None else timed.c, 1.0 if timed is None else timed.v
+    guessed = ""
+    lines = [_wrapped(_head(recipe, timed), 2)]
     lines.append(f"  {'':<12}{'':>8}{'bytes':>10}{'':>6}{'break-':>7}  predicted speed-up at alpha")
     lines.append(f"  {'draft':<12}{'params':>8}{'a step':>10}{'c':>6}{'even':>7}" + "".join(f"{f'.{a * 10:.0f}':>5}" for a in ALPHAS))
     for name, own in candidate_recipes(recipe).items():
@@ -227,18 +233,32 @@ def _drafts(recipe: Recipe, target: Size | None, drafts: dict[str, Size | None])
             lines.append(f"  {name:<11} {why}")
             continue
         cost = cost_of(own, target, size)
-        even = break_even(gamma, cost.c)
-        gains = (predicted_speedup(expected_tokens(a, gamma), gamma, cost.c) for a in ALPHAS)
-        figures = (
-            f"{_count(size.parameters()):>8}{_bytes(cost.step_bytes):>10}{cost.c:>6.2f}{'never' if even is None else f'{even:.2f}':>7}"
-        )
+        c, mark = known.get(name, cost.c), "~" if timed is not None and name not in known else ""
+        guessed = guessed or mark
+        even = break_even(gamma, c, v)
+        gains = (predicted_speedup(expected_tokens(a, gamma), gamma, c, v) for a in ALPHAS)
+        figures = f"{_count(size.parameters()):>8}{_bytes(cost.step_bytes):>10}{f'{mark}{c:.2f}':>6}{'never' if even is None else f'{even:.2f}':>7}"
         if len(name) > 12:
             lines.append(f"  {name}")
             name = ""
         lines.append(f"  {name:<12}{figures}" + "".join(f"{gain:>5.2f}" for gain in gains))
-    lines.append(_wrapped(f"  At gamma {recipe.evaluate.gamma}. c: a draft step over a target step; evaluate measures it. "
-                          "Below break-even plain decoding is faster.", 2))  # fmt: skip
+    marked = f"; {guessed}: estimated" if guessed else ""
+    lines.append(_wrapped(f"  At gamma {recipe.evaluate.gamma}. c: a draft step over a target step{marked}. v, verifying a round over a target step: "
+                          f"{'1' if timed is None else f'{v:.2f}'}. Below break-even plain decoding is faster.", 2))  # fmt: skip
     return "\n".join(lines)
+
+
+def _head(recipe: Recipe, timed: Measured | None) -> str:
+    if timed is not None:
+        return (
+            f"drafts (c and v: timed on this machine{f', {timed.accelerator},' if timed.accelerator else ''} by the score of {timed.date})"
+        )
+    device = resolved_device(recipe)
+    dear = ", though in float32 it costs more" if device == "cpu" and resolved_dtype(recipe) == "float32" else ""
+    return (
+        "drafts (estimates: a step's time by the weights that it reads and a fixed part for each layer, "
+        f"{FITTED[device]}; verifying as one plain step{dear}. The score times both on this machine)"
+    )
 
 
 def _break_even(recipe: Recipe) -> str:

@@ -46,6 +46,17 @@ class Size:
     def parameters(self, layers: int | None = None) -> int:
         return self.head_parameters + self.layer_parameters * (self.layers if layers is None else layers)
 
+    def kept_numbers(self, checkpointing: bool, more: int = 0) -> int:
+        """Numbers per token that a forward keeps for its backward, at least: of each layer two norms' inputs, normalised inputs and outputs,
+        queries, keys, values and what attention makes of them, gate, up, activation and their product; with activation checkpointing each
+        layer's input, and all of one layer.
+
+        Args:
+            more: of each layer beside these.
+        """
+        layer = 6 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_width + 4 * self.inner + more
+        return self.layers * self.hidden + layer if checkpointing else self.layers * layer
+
     def step_parameters(self, head_tokens: int = 0) -> int:
         """Those that one decoding step reads: all layers, and the head's rows for ``head_tokens`` ids (0: all)."""
         rows = min(head_tokens, self.vocabulary) or self.vocabulary

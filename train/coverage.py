@@ -34,7 +34,8 @@ def coverage(recording: Recording, ranking: Tensor, target_head_VH: Tensor, depl
     for index in range(len(recording)):
         item = recording[index]
         rows = item.rows
-        written += torch.bincount(item.tokens[rows[rows + 1 < len(item.tokens)] + 1], minlength=vocab)[:vocab]
+        behind = item.written[rows]
+        written += torch.bincount(behind[behind >= 0], minlength=vocab)[:vocab]
         if item.hidden is None:
             assert item.ids is not None and item.p is not None
             mass.index_add_(0, item.ids[rows].clamp_min(0).flatten().to(mass.device), item.p[rows].double().flatten().to(mass.device))

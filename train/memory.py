@@ -63,23 +63,14 @@ def need(model: Any, settings: Train, target_head: torch.Tensor, tokens: int, co
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     copies = 4 * trained * (settings.ema_decay > 0) + own * (settings.tokens.keep < 1)
     weights = (own + copies) // shards + target_head.numel() * target_head.element_size()
-    numbers = _kept_by_a_layer(model.config)
-    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
-    kept = layers * hidden + numbers if settings.gradient_checkpointing else layers * numbers
+    size = size_of(model.config.to_dict())
+    assert size is not None  # of all families that are trained
+    kept = size.kept_numbers(settings.gradient_checkpointing)
     return Need(weights, 3 * 4 * trained // shards, tokens * kept * compute.itemsize, live)
 
 
-def _kept_by_a_layer(config: Any) -> int:
-    """Numbers per token that a gated-MLP layer keeps for its backward: two norms' inputs, normalised inputs and outputs, queries, keys,
-    values and what attention makes of them, gate, up, activation and their product."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    width = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 6 * hidden + 2 * (heads + kv_heads) * width + 4 * config.intermediate_size
-
-
 def there(device: torch.device) -> int:
-    """Bytes of the device, or of this process's share of the machine."""
+    """Bytes of the device, or of this process's share of what the machine, or a limit set to it, allows."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return int(memory_gib() * 2**30) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

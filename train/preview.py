@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from draftstill.errors import DraftstillError
+from draftstill.estimates import longest
 from draftstill.recipe import Recipe
 from draftstill.sizes import draft_size, size_of
 from draftstill.stages import resolved_device, resolved_dtype, trains_in_bf16
@@ -84,13 +85,6 @@ def check_training(recipe: Recipe, config: Any, own: Any, rows: int | None, voca
         compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
         live = live_need(config, head.dtype, tokens) if recipe.record.mode == "live" else 0
         check_memory(need(model, settings, head, tokens, compute, live=live), settings, tokens, torch.device(resolved_device(recipe)))
-
-
-def longest(recipe: Recipe) -> int:
-    """Positions of the longest sequence that the recipe can record."""
-    record, respond = recipe.record, recipe.respond
-    answer = max(respond.prompt_tokens, respond.chat_tokens) + respond.max_new_tokens
-    return record.sequence_length if record.document_tokens else min(record.sequence_length, answer)
 
 
 def check_phases(recipe: Recipe) -> None:

@@ -194,8 +194,23 @@ def test_token_weights_count_text_and_probability(recording: Recording) -> None:
         item = recording[index]
         assert item.ids is not None and item.p is not None
         weights += torch.bincount(item.tokens, minlength=REAL)
+        if item.after >= 0:
+            weights[item.after] += 1
         weights.index_add_(0, item.ids.flatten(), item.p.double().flatten())
     assert torch.allclose(recording.token_weights(REAL), weights, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["topk", "hidden", "live"])
+def test_an_end_that_only_stands_behind_a_text_counts(mode: str, tmp_path: Path) -> None:
+    """Without it a draft of few ids could never propose one: every finished answer would end in a rejection."""
+    eos, columns = 7, {"hidden": {"hidden": torch.zeros(6, 4)}, "live": {}}
+    laws = {"ids": torch.full((6, 1), 3, dtype=torch.int32), "logp": torch.zeros(6, 1), "tail": torch.zeros(6)}
+    write_shard(tmp_path / "shard-00000.safetensors", [[5, 6], [5, 6, 9], [8]], [0, 0, 0], columns.get(mode, laws), vocab=12,
+                after=[eos, -1, eos])  # fmt: skip
+    write_manifest(tmp_path, {"mode": mode, "vocab": 12, "top_k": 1})
+    expected = [0.0, 0.0, 0.0, 6.0 * (mode == "topk"), 0.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0, 0.0]
+    assert Recording(tmp_path).token_weights(12).tolist() == expected
+    assert Recording(tmp_path).token_weights(10).tolist() == expected[:10]
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------------

@@ -169,6 +169,14 @@ def test_a_recording_of_format_2_reads_as_before(side: str, tmp_path: Path) -> N
             a, b = getattr(one, name), getattr(two, name)
             assert (a is None and b is None) or torch.equal(a, b), name
     assert read_info(old.folder / shard_name(0), whole=True)["format"] == 2
+    behind = torch.zeros(REAL, dtype=torch.float64)
+    for index in range(len(new)):
+        if (after := new[index].after) >= 0:
+            behind[after] += 1
+    assert behind.any() or side == "heldout"
+    assert torch.allclose(new.token_weights(REAL) - old.token_weights(REAL), behind, atol=1e-9), (
+        "rankings differ by what stands behind alone"
+    )
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------------------
@@ -225,7 +233,7 @@ def test_a_law_of_64_ids_takes_210_bytes_in_a_vocabulary_of_151_936(tmp_path: Pa
 @pytest.mark.parametrize("vocab", [40, 1 << 16, (1 << 16) + 1, 151_936])
 @pytest.mark.parametrize("shard_sequences", [1, 8])
 def test_what_plan_foretells_is_what_the_pilot_says(record: dict[str, Any], vocab: int, shard_sequences: int) -> None:
-    values = {"run_dir": "r", "target": {"source": "t", "dtype": "bfloat16"}, "corpus": {"source": "c"},
+    values = {"run_dir": "r", "target": {"source": "t", "dtype": "bfloat16"}, "corpus": {"source": "c", "format": "text"},
               "respond": {"prompts": 20, "heldout_prompts": 6, "prompt_tokens": 8, "max_new_tokens": 24},
               "record": {"shard_sequences": shard_sequences, **record},
               "train": {"loss": {"name": "ce"} if record["mode"] == "text" else {}}}  # fmt: skip

