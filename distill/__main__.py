@@ -1,4 +1,4 @@
-"""``accelerate launch -m draftstill.distill RECIPE [section.key=value ...]``: responses and recording by every process of the launch."""
+"""``accelerate launch -m draftstill.distill RECIPE [section.key=value ...] [--set-aside]``: responses and recording by every process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 import os
 import sys
 
-from draftstill.errors import DraftstillError
 from draftstill.guard import guarded, prepare_environment
-from draftstill.recipe_io import load_recipe
-from draftstill.runfolder import RunFolder
+from draftstill.launching import make_way, read_arguments
+from draftstill.stages import resolved_device
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0].startswith("-"):
-        raise DraftstillError("no recipe was named", mend="accelerate launch -m draftstill.distill RECIPE [section.key=value ...]")
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe, run, set_aside = read_arguments("draftstill.distill")
     from draftstill.distill import record
-    from draftstill.distill.ranks import leave
+    from draftstill.distill.ranks import leave, ranks
 
-    run = RunFolder(recipe.run_dir)
     with run.lock() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+        if set_aside:
+            here = ranks(resolved_device(recipe))
+            if here.main:
+                make_way(recipe, run, "recording")
+            here.wait()
         record(recipe, run)
     leave()
 

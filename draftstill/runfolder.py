@@ -143,6 +143,12 @@ class Stage:
         the mended recipe takes its place unasked."""
         return any(p.is_file() and p.name not in ("stage.json", "rejected.jsonl", FAILED) for p in self.work.rglob("*"))
 
+    def make_way(self) -> None:
+        """Refuse what another recipe made of this stage, finished or begun; or move it aside, where the run folder was told to."""
+        _ = self.done
+        if self.begun and self.worked:
+            self._same(self.work / "stage.json", self.work)
+
     def begin(self) -> Path:
         """The folder to work in, new or as the last attempt left it."""
         self._started, self._spent = time.time(), 0.0

@@ -1,4 +1,7 @@
-"""``accelerate launch -m draftstill.train RECIPE [section.key=value ...]``; one process does the same as ``draftstill train RECIPE``."""
+"""``accelerate launch -m draftstill.train RECIPE [section.key=value ...] [--set-aside]``.
+
+One process does the same as ``draftstill train RECIPE``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,17 @@ import contextlib
 import os
 import sys
 
-from draftstill.errors import DraftstillError
 from draftstill.guard import guarded, prepare_environment
-from draftstill.recipe_io import load_recipe
-from draftstill.runfolder import RunFolder
+from draftstill.launching import read_arguments
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0].startswith("-"):
-        raise DraftstillError("no recipe was named", mend="accelerate launch -m draftstill.train RECIPE [section.key=value ...]")
-    recipe = load_recipe(arguments[0], arguments[1:])
-    from draftstill.train import train
+    recipe, run, set_aside = read_arguments("draftstill.train")
+    from draftstill.train.launch import set_others_aside, train
 
-    run = RunFolder(recipe.run_dir)
     with run.lock() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+        if set_aside:
+            set_others_aside(recipe, run)
         train(recipe, run)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     Args:
         average: averaged weights by parameter name.
     """
-    files = {"model": model_tensors(model), "optimizer": _optimizer_tensors(model, optimizer)}
+    files = {"model": model_tensors(model, keep=write), "optimizer": gathered(_optimizer_tensors(model, optimizer), keep=write)}
     if average is not None:
-        files["average"] = {name: whole(tensor) for name, tensor in average.items()}
+        files["average"] = gathered(average.items(), keep=write)
     if not write:
         return
     final = folder / checkpoint_name(state["step"])
@@ -50,7 +50,7 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         write_json(temporary / "state.json", state)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        _point(folder / LATEST, final.name)
+        point(folder / LATEST, final.name)
     except OSError as error:
         error.filename = error.filename or str(final)
         raise
@@ -59,8 +59,8 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     drop_checkpoints(folder, keep)
 
 
-def _point(link: Path, name: str) -> None:
-    """The link is the old one or the new one at any moment."""
+def point(link: Path, name: str) -> None:
+    """Let a link name another file beside it. It is the old one or the new one at any moment."""
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
@@ -151,32 +151,46 @@ def alike(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Trained parameters by name; tied ones once. Frozen ones are what they were built as."""
-    return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
+def gathered(tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors by name. Every rank of a launch calls it, since gathering takes all; one that does not write keeps none of them, and never
+    holds more than one."""
+    found = {}
+    for name, tensor in tensors:
+        if keep:
+            found[name] = whole(tensor)
+        else:
+            whole(tensor)
+    return found
+
+
+def model_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Trained parameters by name; tied ones once. Frozen ones are what they were built as. ``keep`` as in ``gathered``."""
+    return gathered(trained(model), keep=keep)
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By name, tied ones once."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Restore what ``model_tensors`` gave."""
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                p.copy_(alike(tensors[name], p))
+        for name, p in trained(model):
+            p.copy_(alike(tensors[name], p))
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Parameter name to its number in the optimizer's state."""
     places = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    return {name: places[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    return {name: places[id(p)] for name, p in trained(model)}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     state = optimizer.state_dict()["state"]
-    tensors = {}
     for name, place in _names(model, optimizer).items():
         for slot, value in state.get(place, {}).items():
-            tensors[f"{name}|{slot}"] = whole(torch.as_tensor(value))
-    return tensors
+            yield f"{name}|{slot}", torch.as_tensor(value)
 
 
 def warm_start(model: nn.Module, source: str) -> None:

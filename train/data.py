@@ -35,7 +35,7 @@ def learnable(recording: Recording, *, chat: bool) -> tuple[list[int], dict[str,
     """Sequences that there is something to learn from, in order, and how many were refused by reason.
 
     Args:
-        chat: texts other than documents begin with a chat template, which is not learnt: one whose every position is supervised lost its mask.
+        chat: all texts other than documents begin with a chat template, which is not learnt: one whose every position is supervised lost its mask.
     """
     kept, refused = [], {"nothing supervised": 0, "chat text supervised throughout": 0}
     unknown = int(recording.mode == "text")  # without laws nothing is known of what would have followed the last token

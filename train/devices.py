@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, write_json
-from draftstill.train.checkpoint import drop_checkpoints, keep_best, load_tensors, model_tensors, restore_best
+from draftstill.train.checkpoint import LATEST, drop_checkpoints, keep_best, point, restore_best, trained, whole
 
 if TYPE_CHECKING:
     from draftstill.train.loop import Job
@@ -159,9 +159,12 @@ class Twin:
     def __init__(self, model: Any, adapted: Any) -> None:
         self.model, self.adapted = copy.deepcopy((model, adapted))
 
-    def filled(self, trained: nn.Module, device: torch.device) -> Any:
-        """The copy with the present weights, gathered from all ranks, on a device. Every rank calls it."""
-        load_tensors(self.model, model_tensors(trained))
+    def filled(self, model: nn.Module, device: torch.device) -> Any:
+        """The copy with the present weights of what is trained, gathered from all ranks one by one, on a device. Every rank calls it."""
+        own = dict(trained(self.model))
+        with torch.no_grad():
+            for name, p in trained(model):
+                own[name].copy_(whole(p))
         return self.model.to(device)
 
 
@@ -180,6 +183,7 @@ def save_engine(job: Job, final: Path, state: dict[str, Any]) -> None:
         write_json(temporary / "state.json", state)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
+        point(final.parent / LATEST, final.name)
         drop_checkpoints(final.parent, job.settings.save_total_limit)
 
 

@@ -9,18 +9,20 @@ import traceback
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from draftstill.decode import set_threads
 from draftstill.distill import Recording, record
 from draftstill.errors import DraftstillError
+from draftstill.launching import make_way
 from draftstill.progress import say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import FAILED, RunFolder, Stage
 from draftstill.stages import candidate_recipes, draft_stage, failure, note_failure, resolved_device, stages, trains_in_bf16
+from draftstill.train.agreement import EndedElsewhere, together
 from draftstill.train.build import preflight
-from draftstill.train.checkpoint import drop_checkpoints
+from draftstill.train.checkpoint import BEST, drop_checkpoints
 from draftstill.train.devices import refuse_environment, refuse_launch, repeatable, shard_on_cpu
 from draftstill.train.heldout import MEASURED
 from draftstill.train.loop import Job
@@ -51,6 +53,10 @@ def train_all(recipe: Recipe, run: RunFolder, *, retry: bool = False) -> dict[st
     set_threads()
     own, found = candidate_recipes(recipe), stages(recipe, run)
     drafts = {name: found[draft_stage(name)] for name in own}
+    if _first():
+        for stage in drafts.values():
+            if stage.done:
+                _clear(stage.folder)  # an attempt may have been killed before it did
     missing = [name for name, stage in drafts.items() if not stage.done and (retry or failure(stage) is None)]
     if missing:
         _train_missing(recipe, run, {name: (own[name], drafts[name]) for name in missing})
@@ -61,6 +67,20 @@ def train_all(recipe: Recipe, run: RunFolder, *, retry: bool = False) -> dict[st
             f"every candidate failed\n{said}", key="train.candidates", mend="mend the recipe and give the same command again"
         )
     return finished
+
+
+def set_others_aside(recipe: Recipe, run: RunFolder) -> None:
+    """``--set-aside`` of a launch: the first process moves what other recipes made, before any other looks at the run folder."""
+    launch = _launch(recipe)
+    with together():
+        if launch.is_main_process:
+            make_way(recipe, run, "draft")
+
+
+def _launch(recipe: Recipe) -> PartialState:
+    """This process's place in its launch."""
+    refuse_environment()
+    return PartialState(cpu=resolved_device(recipe) == "cpu")
 
 
 def preflight_all(recipe: Recipe, *, here: bool = True) -> None:
@@ -96,7 +116,7 @@ def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Reci
     if not recorded:
         preflight_all(recipe)
         record(recipe, run)
-    _verify(recording.folder)
+    _verify(recording.folder, _launch(recipe))
     several = bool(recipe.train.candidates)
     failed = []
     for number, (name, (own, stage)) in enumerate(missing.items(), 1):
@@ -109,10 +129,10 @@ def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Reci
         try:
             with repeatable(accelerator.device.type):
                 _train_one(own, stage, recording.folder, accelerator)
-        except OSError:
+        except (OSError, EndedElsewhere):
             raise  # a full disk or a refused file is no fault of the candidate
         except Exception as error:
-            # Of a launch only what every rank meets alike may be passed over: the others would wait for a rank that failed alone.
+            # Of a launch only what every rank knows of may be passed over: the others would wait for a rank that failed alone.
             if not several or (many and not isinstance(error, DraftstillError)):
                 raise
             failed.append(name)
@@ -129,15 +149,16 @@ def _train_missing(recipe: Recipe, run: RunFolder, missing: dict[str, tuple[Reci
         )
 
 
-def _verify(recorded: Path) -> None:
-    """Compare both recordings with their checksums, once per command: candidates and ranks need not read them whole again.
+def _verify(recorded: Path, launch: PartialState) -> None:
+    """Compare both recordings with their checksums, once per command: candidates need not read them whole again. The processes of a launch share
+    the shards out: one alone would take longer over hundreds of GB than the others have patience to wait at a barrier.
 
     Raises:
         DraftstillError: a missing, damaged or foreign shard, by name.
     """
-    if _first():
+    with together():
         for side in ("train", "heldout"):
-            Recording(recorded / side)
+            Recording(recorded / side, share=(launch.process_index, launch.num_processes))
 
 
 def _first() -> bool:
@@ -160,22 +181,30 @@ def _train_one(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accele
     job = Job(recipe, recorded, stage.work, accelerator)
     job.run()
     job.release_target()
-    if accelerator.is_main_process:
-        facts = job.save(stage.work / "model")
-        log_rounds(accelerator, recipe, recorded, stage.work / "model", job.step)
-        (stage.work / FAILED).unlink(missing_ok=True)
-        folder = stage.finish(**facts)
-        drop_checkpoints(folder)  # not before: after a kill the next attempt must still find them
-        (folder / "best.safetensors").unlink()
-        best = facts["best"]
-        what = MEASURED[job.heldout.mode]
-        say(f"  {stage.name}: {facts['parameters'] / 1e6:.1f} M parameters; held-out {what} {facts['curve'][0]['alpha_deploy']:.3f} -> "
-            f"{best['alpha_deploy']:.3f} at the deployment's sampler, {best['alpha']:.3f} at temperature 1")  # fmt: skip
-    accelerator.wait_for_everyone()
+    with together():
+        if accelerator.is_main_process:
+            _finish(recipe, stage, recorded, accelerator, job)
+
+
+def _finish(recipe: Recipe, stage: Stage, recorded: Path, accelerator: Accelerator, job: Job) -> None:
+    facts = job.save(stage.work / "model")
+    log_rounds(accelerator, recipe, recorded, stage.work / "model", job.step)
+    (stage.work / FAILED).unlink(missing_ok=True)
+    folder = stage.finish(**facts)
+    _clear(folder)  # not before: after a kill the next attempt must still find them
+    best = facts["best"]
+    what = MEASURED[job.heldout.mode]
+    say(f"  {stage.name}: {facts['parameters'] / 1e6:.1f} M parameters; held-out {what} {facts['curve'][0]['alpha_deploy']:.3f} -> "
+        f"{best['alpha_deploy']:.3f} at the deployment's sampler, {best['alpha']:.3f} at temperature 1")  # fmt: skip
+
+
+def _clear(folder: Path) -> None:
+    """Of a finished stage nothing needs the checkpoints any more."""
+    drop_checkpoints(folder)
+    (folder / BEST).unlink(missing_ok=True)
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
-    refuse_environment()
     accelerator = Accelerator(mixed_precision="bf16" if trains_in_bf16(recipe) else "no", cpu=resolved_device(recipe) == "cpu")
     shard_on_cpu(accelerator)
     refuse_launch(accelerator, recipe)

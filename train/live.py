@@ -18,6 +18,7 @@ from draftstill.distill import Recording
 from draftstill.recipe import Recipe
 from draftstill.sources import load_model, resolve_model
 from draftstill.stages import resolved_dtype, served_target
+from draftstill.train.agreement import together
 
 
 class Live:
@@ -42,7 +43,10 @@ class Live:
 
 def live_target(recipe: Recipe, device: torch.device, processes: int) -> Live:
     """The recipe's target where ``train.live`` says. With ``processes`` above 1 every one of them calls it."""
-    return sharded(recipe, device, processes) if recipe.train.live == "shard" and processes > 1 else replicated(recipe)
+    if recipe.train.live == "shard" and processes > 1:
+        return sharded(recipe, device, processes)
+    with together():
+        return replicated(recipe)
 
 
 def replicated(recipe: Recipe) -> Live:
@@ -67,9 +71,9 @@ def sharded(recipe: Recipe, device: torch.device, processes: int) -> Live:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = load_model(resolve_model(served_target(recipe), "target.source"), resolved_dtype(recipe), "cpu").model.requires_grad_(
-        False
-    )
+    with together():
+        model: Any = load_model(resolve_model(served_target(recipe), "target.source"), resolved_dtype(recipe), "cpu").model
+    model.requires_grad_(False)
     mesh = init_device_mesh(device.type, (processes,))
     for piece in (*model.layers, model):  # the model itself takes what is left: the embedding, and a norm
         fully_shard(piece, mesh=mesh, reshard_after_forward=True)

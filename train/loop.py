@@ -21,6 +21,7 @@ from draftstill.progress import Progress, duration, say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, save_tensors
 from draftstill.stages import trains_in_bf16
+from draftstill.train.agreement import together
 from draftstill.train.averaging import Average
 from draftstill.train.build import Draft, build_draft
 from draftstill.train.checkpoint import BEST, checkpoint_name, checkpoints, load_checkpoint, model_tensors, save_checkpoint, warm_start
@@ -35,7 +36,7 @@ from draftstill.train.meter import Meter
 from draftstill.train.module import DistilledDraft, attention_share
 from draftstill.train.output import save_draft
 from draftstill.train.schedule import stale
-from draftstill.train.setup import attach, check_recording, checkpoint_layers, fits, groups
+from draftstill.train.setup import attach, check_recording, checkpoint_layers, fits, groups, templated
 from draftstill.train.step import optimize
 
 _ESTIMATES = {"alpha_low": "alpha_estimate_low", "alpha_high": "alpha_estimate_high", "top1": "top1_estimate"}
@@ -48,36 +49,37 @@ class Job:
     def __init__(self, recipe: Recipe, recorded: Path, work: Path, accelerator: Accelerator) -> None:
         self.recipe, self.settings, self.work, self.accelerator = recipe, recipe.train, work, accelerator
         settings, device = self.settings, accelerator.device
-        # Checksums were compared before the first candidate and the first rank came here.
-        self.recording, self.heldout = (Recording(recorded / side, verify=False) for side in ("train", "heldout"))
-        check_recording(recipe, self.recording, self.heldout)
-        self.draft: Draft = build_draft(recipe)
-        self.kept, self.refused = learnable(self.recording, chat=recipe.respond.chat_template)
-        self._divide()
-        self.course = Course(settings, recipe.seed, self.recording, self._learnt(), self.per_step,
-                             self.recording.manifest.get("temperature", recipe.record.temperature))  # fmt: skip
-        self.steps = self.course.steps
-        if settings.init_from is not None:
-            warm_start(self.draft.model, settings.init_from)
-        self.adapted = attach(self.draft.model, settings, recipe.seed)
-        """peft's wrapper, where adapters are trained in place of all weights."""
-        self.target_head = self.draft.target_head.to(device)
-        self.ranking = self.recording.token_weights(self.draft.vocab).argsort(descending=True, stable=True)
-        self.compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
-        self.attention = attention_share(self.draft.model.config) if settings.packing else None
-        fits(self)
-        if settings.gradient_checkpointing:
-            checkpoint_layers(self.draft.model)
-        self.module = DistilledDraft(
-            self.draft.model, self.draft.vocab, self.course.objective(0, []), self.compute, settings.tokens
-        ).train()
-        self.reference: DistilledDraft | None = None
-        """The untrained draft, for selective distillation."""
-        if settings.tokens.keep < 1:
-            self.reference = copy.deepcopy(self.module).eval().requires_grad_(False).to(device)
-        optimizer = torch.optim.AdamW(groups(self.module, settings), lr=settings.learning_rate,
-                                      betas=(settings.adam_beta1, settings.adam_beta2), fused=True)  # fmt: skip
-        self.twin = Twin(self.draft.model, self.adapted) if sharded(accelerator) else None
+        with together():
+            # Checksums were compared before the first candidate and the first rank came here.
+            self.recording, self.heldout = (Recording(recorded / side, verify=False) for side in ("train", "heldout"))
+            check_recording(recipe, self.recording, self.heldout)
+            self.draft: Draft = build_draft(recipe)
+            self.kept, self.refused = learnable(self.recording, chat=templated(recipe, recorded.parent / "responses"))
+            self._divide()
+            self.course = Course(settings, recipe.seed, self.recording, self._learnt(), self.per_step,
+                                 self.recording.manifest.get("temperature", recipe.record.temperature))  # fmt: skip
+            self.steps = self.course.steps
+            if settings.init_from is not None:
+                warm_start(self.draft.model, settings.init_from)
+            self.adapted = attach(self.draft.model, settings, recipe.seed)
+            """peft's wrapper, where adapters are trained in place of all weights."""
+            self.target_head = self.draft.target_head.to(device)
+            self.ranking = self.recording.token_weights(self.draft.vocab).argsort(descending=True, stable=True)
+            self.compute = torch.bfloat16 if trains_in_bf16(recipe) else torch.float32
+            self.attention = attention_share(self.draft.model.config) if settings.packing else None
+            fits(self)
+            if settings.gradient_checkpointing:
+                checkpoint_layers(self.draft.model)
+            self.module = DistilledDraft(
+                self.draft.model, self.draft.vocab, self.course.objective(0, []), self.compute, settings.tokens
+            ).train()
+            self.reference: DistilledDraft | None = None
+            """The untrained draft, for selective distillation."""
+            if settings.tokens.keep < 1:
+                self.reference = copy.deepcopy(self.module).eval().requires_grad_(False).to(device)
+            optimizer = torch.optim.AdamW(groups(self.module, settings), lr=settings.learning_rate,
+                                          betas=(settings.adam_beta1, settings.adam_beta2), fused=True)  # fmt: skip
+            self.twin = Twin(self.draft.model, self.adapted) if sharded(accelerator) else None
         self.wrapped, self.optimizer = prepare(self, optimizer)
         self.average = Average(self.module.model, settings.ema_decay) if settings.ema_decay else None
         self.live = live_target(recipe, device, accelerator.num_processes) if self.recording.mode == "live" else None
@@ -215,7 +217,7 @@ class Job:
             self.curve.append({"step": self.step, "tokens": self.tokens, **{k: v for k, v in asdict(found).items() if k != "positions"}})
             if self.best is None or found.alpha_deploy > self.best["alpha_deploy"]:
                 self.best = self.curve[-1]
-                tensors = model_tensors(self.module.model)
+                tensors = model_tensors(self.module.model, keep=main)
                 if main:
                     save_tensors(self.work / BEST, tensors)
         self.accelerator.log({f"heldout/{k}": v for k, v in self.curve[-1].items()}, step=self.step)

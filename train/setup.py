@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from accelerate.utils import DistributedType
 from draftstill.distill import Recording
 from draftstill.errors import DraftstillError
 from draftstill.recipe import Adapt, Recipe, Train
+from draftstill.runfolder import read_json
 from draftstill.sources import load_config, load_tokenizer, resolve_model
 from draftstill.stages import served_target
 from draftstill.train.adapter import check_layers, with_adapter
@@ -42,6 +44,20 @@ def check_recording(recipe: Recipe, recording: Recording, heldout: Recording) ->
         chosen = " (record.mode: auto chose hidden states)" if recipe.record.mode == "auto" else ""
         raise DraftstillError(f"a trimmed training head needs a top-k recording{chosen}", key="train.head_tokens", value=recipe.train.head_tokens,
                               mend="set record.mode: topk, or train.head_tokens: 0")  # fmt: skip
+
+
+def templated(recipe: Recipe, responses: Path) -> bool:
+    """Whether every recorded text but documents begins with the target's chat template.
+
+    Conversations and invented instructions always do, whatever respond.chat_template says of cut prompts; which kinds there are is among the facts of
+    the responses' stage. Where some prompts are cut as they are a sequence does not tell its kind: False, as where the stage is not there any more.
+    """
+    if recipe.respond.chat_template:
+        return True
+    told = responses / "provenance.json"
+    kinds = read_json(told)["facts"].get("kinds", {}) if told.exists() else {}
+    # Without responses to train on, rollouts continue prompts that the stage has not seen.
+    return bool(kinds) and "cut" not in kinds and recipe.respond.prompts > 0
 
 
 def check_head_tokens(recipe: Recipe, vocab: int) -> None:

@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from draftstill.recipe.base import Fraction, PositiveInt, Section
 
-FieldRole = Literal["text", "messages", "prompt", "response", "system", "instruction", "input", "output", "answer", "tools", "history", "group"]
+FieldRole = Literal[
+    "text", "messages", "prompt", "response", "system", "instruction", "input", "output", "answer", "tools", "history", "group"
+]
 Private = Literal["email", "phone", "card", "iban", "ip", "key"]
 
 _TOGETHER: dict[str, set[str]] = {

@@ -6,13 +6,16 @@ import copy
 import errno
 import os
 import shutil
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from draftstill.runfolder import hash_file, save_tensors
+from draftstill.train import checkpoint, devices
 from draftstill.train.checkpoint import BEST, checkpoints, drop_checkpoints, load_checkpoint, model_tensors, save_checkpoint
 from tests.pipeline import borrowed, command, finished, hashes
 
@@ -142,6 +145,46 @@ def test_the_best_weights_go_back_to_the_checkpoints_own(links: bool, tmp_path: 
     load_checkpoint(folder, pair.model, pair.optimizer)
     assert hash_file(tmp_path / BEST) == before == hash_file(folder / BEST)
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-0000001", "latest", BEST}
+
+
+def test_a_process_that_does_not_write_holds_one_whole_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering takes every rank, but weights, moments and averages of all together are for the one that writes."""
+    pair, alive, most = Pair(0), weakref.WeakSet[torch.Tensor](), [0]
+    pair.step(0)
+    real = checkpoint.whole
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = real(tensor).clone()
+        alive.add(gathered)
+        most[0] = max(most[0], len(alive))
+        return gathered
+
+    for module in (checkpoint, devices):
+        monkeypatch.setattr(module, "whole", whole)
+    average = {name: p.detach().clone() for name, p in pair.model.named_parameters()}
+    twin = devices.Twin(pair.model, None)
+    for write, held in ((False, 1), (True, 3 + 3 * 3 + 3)):  # three parameters, of each two moments and a step, averages
+        most[0] = 0
+        save_checkpoint(tmp_path, pair.model, pair.optimizer, {"step": 1}, 1, average=average, write=write)
+        assert most[0] == held and bool(checkpoints(tmp_path)) == write
+        assert bool(model_tensors(pair.model, keep=write)) == write
+    most[0] = 0
+    twin.filled(pair.model, torch.device("cpu"))
+    assert most[0] == 1 and equal(twin.model.state_dict(), pair.model.state_dict())
+
+
+def test_an_engines_checkpoint_is_the_newest_too(tmp_path: Path) -> None:
+    def engine(folder: str, tag: str) -> None:
+        Path(folder, tag).mkdir(parents=True)
+
+    one = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    job: Any = SimpleNamespace(
+        accelerator=one, wrapped=SimpleNamespace(save_checkpoint=engine), settings=SimpleNamespace(save_total_limit=1)
+    )
+    for step in (1, 2):
+        devices.save_engine(job, tmp_path / checkpoint.checkpoint_name(step), {"step": step})
+    assert (tmp_path / "latest").resolve() == (tmp_path / "checkpoint-0000002").resolve()
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "checkpoint-0000002"}
 
 
 def test_a_half_removed_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import pickle
 import shutil
 import socket
 import subprocess
@@ -20,12 +21,14 @@ import yaml
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from draftstill.errors import DraftstillError
+from draftstill.distill import __main__ as recorder
+from draftstill.errors import DraftstillError, NonFiniteLoss
 from draftstill.guard import ENVIRONMENT
-from draftstill.runfolder import read_json
+from draftstill.runfolder import read_json, write_json
+from draftstill.train.agreement import EndedElsewhere, together
 from draftstill.train.devices import refuse_environment, refuse_launch, repeatable
 from draftstill.train.launch import train
-from tests.pipeline import borrowed, environment, opened, sources
+from tests.pipeline import borrowed, environment, finished, hashes, opened, sources
 from tests.train.drafts import saved, tiny
 from tests.train.jobs import WEIGHED
 
@@ -47,13 +50,21 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def launch(path: Path, world: int = 2, until: Path | None = None, **extra: str) -> list[tuple[int, str]]:
-    """Return code and output of each rank, started as torchrun starts them, on gloo and loopback; killed as soon as ``until`` exists."""
+def launch(path: Path, *arguments: str, world: int = 2, until: Path | None = None, before: str = "", **extra: str) -> list[tuple[int, str]]:
+    """Return code and output of each rank, started as torchrun starts them, on gloo and loopback; killed as soon as ``until`` exists.
+
+    Args:
+        before: Python that each runs first.
+    """
     port, ranks = str(free_port()), []
+    code = (
+        f"{before}\nimport sys\nfrom draftstill.guard import guarded\nfrom draftstill.train.__main__ import main\nsys.exit(guarded(main))"
+    )
+    started = ["-c", code] if before else ["-m", "draftstill.train"]
     for rank in map(str, range(world)):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **extra}  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, "-m", "draftstill.train", str(path)], env=environment(**own), text=True,
+        ranks.append(subprocess.Popen([sys.executable, *started, str(path), *arguments], env=environment(**own), text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
     try:
         while until is not None and not until.exists() and all(p.poll() is None for p in ranks):
@@ -142,6 +153,83 @@ def test_a_sharded_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert a["weights_sha256"] == b["weights_sha256"] and a["curve"] == b["curve"]
 
 
+ONE_FAILS = """
+import os
+from draftstill.errors import DraftstillError
+from draftstill.train import loop
+
+build = loop.build_draft
+
+def build_draft(recipe):
+    if os.environ["RANK"] == "1" and recipe.draft.layers == (0,):
+        raise DraftstillError("cannot be read on this machine", key="draft.source", value="there")
+    return build(recipe)
+
+loop.build_draft = build_draft
+"""
+
+
+def test_what_one_process_meets_alone_is_no_fault_of_the_launch_and_set_aside_is_done_once(tmp_path: Path) -> None:
+    """All give the candidate up, and go on with the next one together. Beforehand one of them moves what other recipes made: a finished stage
+    and one that was begun."""
+    made = finished() / "run" / "draft"
+    for name in ("draft-good", "draft-bad.partial"):
+        shutil.copytree(made, tmp_path / "run" / name)
+    write_json(tmp_path / "run" / "draft-bad.partial" / "stage.json", read_json(made / "provenance.json"))
+    keys = {
+        "max_steps": 2,
+        "eval_steps": 2,
+        "per_device_train_batch_size": 4,
+        "candidates": {"bad": {"draft": {"layers": [0]}}, "good": {}},
+    }
+    path = borrowed(tmp_path, *RECORDED, train=keys)
+    ranks = launch(path, "--set-aside", before=ONE_FAILS)
+    assert [code for code, _ in ranks] == [0, 0], "\n".join(output for _, output in ranks)
+    assert "candidate bad failed: draft.source: process 1 of the launch: cannot be read on this machine" in ranks[0][1]
+    found = {p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("draft")}
+    assert found == {"draft-bad.partial", "draft-good", "draft-bad.old-1", "draft-good.old-1"}
+    assert hashes(tmp_path / "run" / "draft-good.old-1") == hashes(made)
+
+
+def test_set_aside_is_taken_by_the_recorders_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = borrowed(tmp_path, *RECORDED, record={"top_k": 8})
+    monkeypatch.setattr(sys, "argv", ["draftstill.distill", str(path)])
+    with pytest.raises(DraftstillError, match="'recording' in this run folder was made by another recipe") as caught:
+        recorder.main()
+    assert "--set-aside" in str(caught.value.mend)
+    monkeypatch.setattr(sys, "argv", ["draftstill.distill", "--set-aside", str(path), "record.top_k=4"])
+    recorder.main()
+    found = {name: read_json(tmp_path / "run" / name / "train" / "manifest.json")["top_k"] for name in ("recording", "recording.old-1")}
+    assert found == {"recording": 4, "recording.old-1": 16}
+
+
+@pytest.mark.parametrize(("error", "ends"), [
+    (DraftstillError("no room", key="draft", value=Path("there"), mend="make some"), False), (NonFiniteLoss("not finite"), False),
+    (OSError(28, "No space left on device"), True), (RuntimeError("a fault"), True),
+])  # fmt: skip
+def test_together_all_go_on_or_none(error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the recipe's may be passed over by all; anything else ends the process that met it, and so must end the others."""
+    told: list[Any] = []
+
+    def gather(found: list[Any], own: Any) -> None:
+        told.append(pickle.loads(pickle.dumps(own)))  # as it travels
+        found[:] = [*told, *[None] * (3 - len(told))]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with together():
+        pass
+    with pytest.raises(type(error)) as own, together():
+        raise error
+    assert own.value is error
+    with pytest.raises(DraftstillError, match="process 1 of the launch: ") as caught, together():
+        pass
+    assert isinstance(caught.value, EndedElsewhere) == ends and str(error) in str(caught.value).replace(
+        "process 1 of the launch: ", ""
+    ).replace("'there'", "there")
+
+
 def test_on_cuda_a_training_asks_for_kernels_that_repeat_themselves() -> None:
     """And leaves the process as it was: what is decoded afterwards is not slowed down."""
     flags = lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),  # noqa: E731
@@ -198,7 +286,10 @@ def test_the_configurations_are_there_and_accelerate_reads_them() -> None:
     assert [p.stem for p in CONFIGS] == ["ddp", "fsdp2", "single", "two_nodes", "zero2", "zero3"]
     for path in CONFIGS:
         assert load_config_from_file(str(path)).mixed_precision == "no", "the recipe decides"
-        assert "-m draftstill.train RECIPE" in path.read_text(), "each says how it is used"
+        text = path.read_text()
+        assert "-m draftstill.train RECIPE" in text, "each says how it is used"
+        # 30 seconds behind SIGTERM torch's launcher kills, checkpoint or not.
+        assert ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in text) == (path.stem != "single")
 
 
 def test_the_sharding_that_is_tested_is_the_one_that_ships() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftstill.distill import Recorded, Recording
-from draftstill.distill.recording import write_manifest, write_shard
+from draftstill.distill.recording import write_manifest
 from draftstill.errors import NonFiniteLoss
 from draftstill.recipe import Train
 from draftstill.runfolder import read_json, write_json
@@ -226,32 +226,6 @@ def test_rows_with_a_degenerate_mask_are_refused_and_counted(tmp_path: Path, cap
     facts = facts_of(train(*opened(path, "train.max_steps=3")))
     assert facts["sequences"] == {"learnt": len(kept), "refused": refused}
     assert f"sequences refused: {shards} (nothing supervised)" in capsys.readouterr().out
-
-
-def test_a_chat_supervised_throughout_lost_its_mask(tmp_path: Path) -> None:
-    """The finished run's prompts are no chats, so its responses are supervised from their first position: the same rows as chats are refused."""
-    borrowed(tmp_path, *RECORDED)
-    recording = Recording(tmp_path / "run" / "recording" / "train")
-    responses = [i for i in range(len(recording)) if recording.kind(i) == "response"]
-    kept, refused = learnable(recording, chat=True)
-    assert refused == {"chat text supervised throughout": len(responses)} and not set(kept) & set(responses) and kept
-    assert learnable(recording, chat=False) == (list(range(len(recording))), {})
-
-
-@pytest.mark.parametrize("mode", ["topk", "hidden", "text"])
-def test_a_lost_mask_is_seen_in_every_mode(mode: str, tmp_path: Path) -> None:
-    """Where there are no laws the last position is never supervised, so all that can be is one position less."""
-    count = 5
-    laws = {"topk": {"ids": torch.zeros(4 * count, 1, dtype=torch.uint16), "logp": torch.zeros(4 * count, 1), "tail": torch.zeros(4 * count)},
-            "hidden": {"hidden": torch.zeros(4 * count, 2)}, "text": {}}[mode]  # fmt: skip
-    end = count - (mode == "text")
-    masks = [range(end), range(1, end), range(end), range(0)]
-    kinds = ["response", "response", "document", "response"]
-    write_shard(tmp_path / "shard-00000.safetensors", [[3] * count] * 4, [0, 1, 0, 0], laws, masks=masks, kinds=kinds)
-    write_manifest(tmp_path, {"mode": mode, "vocab": 9, "top_k": 1})
-    kept, refused = learnable(Recording(tmp_path), chat=True)
-    assert kept == [1, 2] and refused == {"nothing supervised": 1, "chat text supervised throughout": 1}
-    assert learnable(Recording(tmp_path), chat=False)[0] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -48,6 +48,7 @@ def test_interrupted_equals_uninterrupted(
     facts, whole = (read_json(f / "provenance.json")["facts"] for f in (folder, finished() / "run" / "draft"))
     assert facts["weights_sha256"] == reference() == hash_file(folder / "model" / "model.safetensors")
     assert facts["curve"] == whole["curve"] and facts["best"] == whole["best"] and facts["tokens"] == whole["tokens"]
+    assert {p.name for p in folder.iterdir()} == {"model", "provenance.json", "token_ranking.safetensors"}, "nothing is left of checkpoints"
 
 
 def test_a_run_stopped_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
