@@ -330,6 +330,6 @@ def gates(score: dict[str, Any], min_speedup: float | None, min_alpha: float | N
 
 
 def main() -> None:
-    """Exit codes: 0 pass, 1 an error, 2 a missed gate, 130 stopped by the user."""
+    """Exit codes: 0 pass, 1 an error, 2 a missed gate, 130 stopped by the user, 143 by SIGTERM."""
     prepare_environment()
     sys.exit(guarded(app))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -27,13 +28,16 @@ class GateMissed(Exception):
 
 
 def prepare_environment() -> None:
-    """Set ENVIRONMENT's defaults; call before torch or transformers are imported."""
+    """Set ENVIRONMENT's defaults, and let output escape what its encoding lacks; call before torch or transformers are imported."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a decoded text, a path or a server's words must not end a run
+            stream.reconfigure(errors="backslashreplace")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def guarded(action: Callable[[], object]) -> int:
-    """Run a command. Exit codes: 0 pass, 1 an error, 2 a missed gate, 130 stopped by the user."""
+    """Run a command. Exit codes: 0 pass, 1 an error, 2 a missed gate, 130 stopped by the user, 143 by SIGTERM."""
     try:
         action()
     except SystemExit as stop:

@@ -234,6 +234,16 @@ def test_decode_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert call(monkeypatch, "decode", *missing) == 1
 
 
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    """A key, a path or a decoded text: none of them may end a run because a log is written in ASCII."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("run_dir: \u6f22\ntarget: {source: a/b}\ncorpus: {source: texts}\n", encoding="utf-8")
+    code = f"import sys; from draftstill.cli import main; sys.argv = ['draftstill', 'recipe', 'show', {str(path)!r}]; main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and b"run_dir: \\u6f22" in done.stdout, done.stderr
+
+
 def test_environment_defaults_leave_the_users_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in guard.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
