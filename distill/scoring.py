@@ -20,6 +20,7 @@ from draftstill.distill.shards import digest, read_info, shard_name, write_shard
 from draftstill.distill.sources import Text
 from draftstill.errors import DraftstillError
 from draftstill.progress import Progress
+from draftstill.sizes import logits_rows
 
 
 class Scorer(Protocol):
@@ -107,7 +108,7 @@ class TopK:
         return score(texts, self)
 
     def __call__(self, hidden_NH: Tensor) -> dict[str, Tensor]:
-        rows = self.rows or (_CPU_ROWS if hidden_NH.device.type == "cpu" else max(1, _DEVICE_LOGITS // self.network.vocab))
+        rows = self.rows or logits_rows(hidden_NH.device.type, self.network.vocab)
         parts = [self._block(hidden_NH[at : at + rows]) for at in range(0, len(hidden_NH), rows)]
         return {name: torch.cat([p[name] for p in parts]).cpu() for name in parts[0]} if parts else {}
 
@@ -134,11 +135,6 @@ class TopK:
         lse_N1 = peak_N1 + total_N1.log()
         return {"ids": ids_NK.to(torch.int32), "logp": top_NK - lse_N1, "count": count_N.to(torch.int32),
                 "tail": (rest_N1 / total_N1).squeeze(1), "lse": lse_N1.squeeze(1)}  # fmt: skip
-
-
-_CPU_ROWS = 128
-_DEVICE_LOGITS = 1 << 28
-"""Logits per block on an accelerator: 1 GiB in float32."""
 
 
 @dataclass

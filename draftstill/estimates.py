@@ -24,18 +24,19 @@ from draftstill.recipe import Draft, Recipe, Source
 from draftstill.recipe.respond import PromptKind
 from draftstill.recording_size import recording_bytes
 from draftstill.runfolder import read_json
-from draftstill.sizes import Size, draft_size, size_of
+from draftstill.sizes import Size, draft_size, logits_rows, size_of
 from draftstill.stages import candidate_recipes, resolved_device, resolved_dtype, served_target, trains_in_bf16
 
 # Constants of the estimates.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TRAINING_BYTES = 16  # a trained parameter: float32 weight, gradient, two AdamW moments
+TRAINING_BYTES = 12  # a trained parameter beside itself: gradient, two AdamW moments
 COPY_BYTES = 4  # a parameter once more in float32: the average, the best weights, the untrained draft
 CHECKPOINT_BYTES = 12  # float32 weight and two moments
 EXPORT_BYTES = 4  # a published parameter, at most
 BLOCK_BYTES = {"cpu": 2**27, "cuda": 2**30}  # a block of the loss's logits in float32
 LOSS_BLOCKS = 3  # draft's, target's, and what is made of them tile by tile
 ACTIVATIONS = 34  # numbers that tuning keeps per token, layer and hidden dimension
+LOGITS_COPIES = 2  # a block of the target's logits, and what is made of it
 RUNTIME_GIB = 1.5  # Python, torch and its work space
 
 # A step's time is taken as the bytes of weights that it reads, plus so many for each layer and each step: what calls and small operations
@@ -175,8 +176,7 @@ class Estimates:
 def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None]) -> Estimates:
     """Upper estimates of tokens, disk and memory from the recipe and the models' sizes; ``drafts``: of all candidates, in their order."""
     respond, record, kinds = recipe.respond, recipe.record, _prompt_kinds(recipe)
-    prompt = {"cut": respond.prompt_tokens, "real": respond.chat_tokens, "synthetic": respond.synthetic.instruction_tokens}
-    asked = max(prompt[kind] for kind in kinds) + respond.max_new_tokens
+    asked = _answered(recipe)
     length = min(asked, record.sequence_length)
     # What a chat template wrote is not learnt from; of a base model's prompts every position is.
     learnt = min(length, respond.max_new_tokens + (respond.prompt_tokens if "cut" in kinds and not respond.chat_template else 0))
@@ -194,8 +194,8 @@ def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None])
         checkpoints = max(_checkpoint_bytes(mine, d) for mine, d in zip(own, sizes, strict=True))
         disk = recording + target.parameters() * width + checkpoints + 2 * sum(drafted) * EXPORT_BYTES
         forward = max(respond.batch_size * asked, record.batch_size * record.sequence_length)
-        logits = max(respond.batch_size, record.batch_size * record.sequence_length) * target.vocabulary * 4
-        asking = target.parameters() * width + max(forward * target.layers * target.cache_values * width, logits)
+        logits = max(respond.batch_size, logits_rows(resolved_device(recipe), target.vocabulary)) * target.vocabulary * 4
+        asking = (target.parameters() + forward * target.layers * target.cache_values) * width + LOGITS_COPIES * logits
         training = max(training_bytes(mine, target, d) for mine, d in zip(own, sizes, strict=True))
         scoring = _scoring_bytes(recipe, target, drafted, width)
         memory = max(asking, training, scoring, _tuning_bytes(recipe, target, width)) + RUNTIME_GIB * 2**30
@@ -205,9 +205,15 @@ def estimate(recipe: Recipe, target: Size | None, drafts: Sequence[Size | None])
 
 def longest(recipe: Recipe) -> int:
     """Positions of the longest sequence that the recipe can record."""
-    record, respond = recipe.record, recipe.respond
-    answer = max(respond.prompt_tokens, respond.chat_tokens) + respond.max_new_tokens
-    return record.sequence_length if record.document_tokens else min(record.sequence_length, answer)
+    record = recipe.record
+    return record.sequence_length if record.document_tokens else min(record.sequence_length, _answered(recipe))
+
+
+def _answered(recipe: Recipe) -> int:
+    """Tokens of the longest prompt that there may be, with its answer."""
+    respond = recipe.respond
+    prompt = {"cut": respond.prompt_tokens, "real": respond.chat_tokens, "synthetic": respond.synthetic.instruction_tokens}
+    return max(prompt[kind] for kind in _prompt_kinds(recipe)) + respond.max_new_tokens
 
 
 def _prompt_kinds(recipe: Recipe) -> tuple[PromptKind, ...]:
@@ -230,11 +236,19 @@ def training_bytes(recipe: Recipe, target: Size, draft: Size) -> float:
     """
     settings, width = recipe.train, DTYPE_BYTES[resolved_dtype(recipe)]
     tokens, bf16 = settings.per_device_train_batch_size * longest(recipe), trains_in_bf16(recipe)
-    each = TRAINING_BYTES + COPY_BYTES * ((settings.ema_decay > 0) + (settings.tokens.keep < 1)) + (2 if bf16 else 0)  # and as factors
+    copies = COPY_BYTES * (1 + (settings.ema_decay > 0) + (settings.tokens.keep < 1)) + (2 if bf16 else 0)  # the weights, and as factors
+    trained = draft.adapter_parameters(settings.lora.r) if settings.lora else draft.parameters()
     head = target.vocabulary * (target.hidden * width + draft.hidden * 4)
     live = (target.parameters() + tokens * target.layers * target.cache_values) * width if recipe.record.mode == "live" else 0
     blocks = LOSS_BLOCKS * min(tokens * target.vocabulary * 4, BLOCK_BYTES[resolved_device(recipe)])
-    return draft.parameters() * each + head + tokens * kept_bytes(draft, settings.gradient_checkpointing, bf16) + blocks + live
+    return (
+        draft.parameters() * copies
+        + trained * TRAINING_BYTES
+        + head
+        + tokens * kept_bytes(draft, settings.gradient_checkpointing, bf16)
+        + blocks
+        + live
+    )
 
 
 def kept_bytes(draft: Size, checkpointing: bool, bf16: bool) -> int:

@@ -57,10 +57,20 @@ class Size:
         layer = 6 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_width + 4 * self.inner + more
         return self.layers * self.hidden + layer if checkpointing else self.layers * layer
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Of low-rank adapters on all linear layers but the head."""
+        queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        return self.layers * rank * (2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.inner))
+
     def step_parameters(self, head_tokens: int = 0) -> int:
         """Those that one decoding step reads: all layers, and the head's rows for ``head_tokens`` ids (0: all)."""
         rows = min(head_tokens, self.vocabulary) or self.vocabulary
         return self.layer_parameters * self.layers + rows * self.hidden
+
+
+def logits_rows(device: str, vocabulary: int) -> int:
+    """Positions whose logits are made at once while a target's laws are recorded: on an accelerator as many as 1 GiB in float32 holds."""
+    return 128 if device == "cpu" else max(1, 2**28 // vocabulary)
 
 
 def size_of(config: dict[str, Any] | None) -> Size | None:
