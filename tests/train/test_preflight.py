@@ -118,10 +118,10 @@ def test_where_there_is_a_recording_its_own_sequences_decide(tmp_path: Path) -> 
 def test_the_longest_sequence_of_a_recipe(tmp_path: Path) -> None:
     of = lambda **sections: longest(opened(borrowed(tmp_path, **sections))[0])  # noqa: E731
     assert of() == 48, "documents are cut at record.sequence_length"
-    assert (
-        of(record={"document_tokens": 0, "sequence_length": 4096}, respond={"prompt_tokens": 8, "max_new_tokens": 24, "chat_tokens": 100})
-        == 124
-    )
+    answers = {"record": {"document_tokens": 0, "sequence_length": 4096}}
+    settings = {"prompt_tokens": 8, "max_new_tokens": 24, "chat_tokens": 100}
+    assert of(**answers, respond=settings) == 8 + 24, "the folder holds documents alone: no conversation can be that long"
+    assert of(**answers, respond=settings, corpus={"source": "absent.jsonl"}) == 100 + 24
     assert of(record={"document_tokens": 0, "sequence_length": 48}) == 48
 
 
