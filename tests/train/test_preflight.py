@@ -122,7 +122,7 @@ def test_the_longest_sequence_of_a_recipe(tmp_path: Path) -> None:
     settings = {"prompt_tokens": 8, "max_new_tokens": 24, "chat_tokens": 100}
     assert of(**answers, respond=settings) == 8 + 24, "the folder holds documents alone: no conversation can be that long"
     assert of(**answers, respond={**settings, "shares": {"real": 1}}) == 100 + 24
-    assert of(record={"document_tokens": 0, "sequence_length": 48}) == 48
+    assert of(record={"document_tokens": 0, "sequence_length": 48}, respond={**settings, "shares": {"real": 1}}) == 48
 
 
 def test_adapters_count_for_what_they_are(tmp_path: Path) -> None:
