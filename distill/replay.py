@@ -12,6 +12,7 @@ from draftstill.decode.trace import Trace
 from draftstill.distill.prompts import Prompt, context_of, cut_prompts, seed_of
 from draftstill.distill.responses import read_responses
 from draftstill.distill.sources import Materials, Text, cut_off
+from draftstill.errors import DraftstillError
 from draftstill.progress import Progress, say
 from draftstill.recipe import Recipe
 from draftstill.runfolder import read_json, write_json
@@ -57,7 +58,7 @@ def _written(materials: Materials, kind: str, count: int) -> Iterator[tuple[Prom
     batches = [(prompts[at : at + size], materials.work / f"{kind}-{n:05d}.json") for n, at in enumerate(range(0, len(prompts), size))]
     mine = [b for n, b in enumerate(batches) if here.mine(n) and not b[1].exists()]
     if mine:
-        decoder = _decoder(recipe, target, kind)
+        decoder = _decoder(recipe, target, kind, max(len(p.ids) for p in prompts))
         with Progress(kind, len(mine), "batches", quiet=not here.main) as progress:
             for done, (batch, path) in enumerate(mine, 1):
                 write_json(path, _decode(decoder, batch, recipe, kind))
@@ -85,7 +86,8 @@ def _decode(decoder: Any, prompts: Sequence[Prompt], recipe: Recipe, kind: str) 
     return [{"tokens": t.tokens, "finish": t.finish, "rejected": rejected(t)} for t in decoder.run(requests)]
 
 
-def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
+def _decoder(recipe: Recipe, target: Any, kind: str, longest: int) -> Any:
+    """``longest``: tokens of the longest prompt, which a draft that writes by itself must hold; beside a target it may stop guessing."""
     from draftstill.decode import Decoder, ModelDrafter, Sampling, load_draft
 
     assert recipe.record.draft is not None  # the recipe's own check
@@ -97,5 +99,11 @@ def _decoder(recipe: Recipe, target: Any, kind: str) -> Any:
         "backend": "eager",
     }
     if kind == "rollout":
+        if longest >= draft.max_positions:
+            raise DraftstillError(
+                f"a prompt has {longest} tokens, and the context of the draft that is to continue it holds {draft.max_positions}",
+                key="record.draft.source", value=recipe.record.draft.source,
+                mend="take a draft with a longer context, lower respond.prompt_tokens or respond.chat_tokens, or set record.rollouts: 0",
+            )  # fmt: skip
         return Decoder(draft, **settings)
     return Decoder(target.network, ModelDrafter(draft, recipe.record.replay_gamma), **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,17 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DraftstillError) as caught:
         record(*opened(path))
     assert caught.value.key == "record.draft.source"
+
+
+def test_rollouts_need_a_draft_that_holds_their_prompts(draft: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(draft, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    path = borrowed(tmp_path / "home", "corpus", "responses", record={"rollouts": 3, "draft": {"source": str(short)}})
+    with pytest.raises(DraftstillError, match="holds 8") as caught:
+        record(*opened(path))
+    assert (caught.value.key, caught.value.value) == ("record.draft.source", str(short))
 
 
 def test_rollouts_need_a_draft(tmp_path: Path) -> None:
