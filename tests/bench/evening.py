@@ -5,7 +5,8 @@ Three parts, each a recipe of its own in the work folder, made by the product's 
 - ``screen``: one recording of agreements, and from it many drafts that differ in one thing each (depth, ids they guess among, loss, LoRA, layers
   chosen by search), trained for the same number of steps. Its curves of alpha on held-out validation text say
   which shape to train on (the test prompts are the other parts' to be judged by), and how alpha grows with depth and with tokens seen.
-- ``general``: the shape named by ``--layers`` and ``--head-tokens``, trained on that recording for the rest of an hour.
+- ``general``: the shape named by ``--layers`` and ``--head-tokens``, from a recording with three times as many of the target's own responses, on which
+  alone the training ends: at equal tokens they teach more than documents do, and cost more to have.
 - ``adapted``: the same hour with a target that was tuned on agreements first (LoRA, merged); it writes and records its own text.
 
 The hour holds responses, recording, training and score; tuning the target comes before it, for it is the user's and not the draft's. Its parts are
@@ -56,12 +57,13 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
     """The demo's recipe with more text, and one part's drafts."""
     demo = yaml.safe_load(config_path("demo.yaml").read_text(encoding="utf-8"))
     quick, screen = options.quick, part == "screen"
-    text = {"prompts": 8, "heldout_prompts": 4, "max_new_tokens": 8} if quick else {"prompts": options.prompts, "heldout_prompts": 48}
+    prompts, tokens = (480, 900_000) if screen else (options.prompts, options.tokens)
+    text = {"prompts": 8, "heldout_prompts": 4, "max_new_tokens": 8} if quick else {"prompts": prompts, "heldout_prompts": 48}
     base: dict[str, Any] = {
         **demo, "run_dir": str(folder / part),
         "draft": {"source": "prune", "layers": [0, 1] if screen else options.layers, "head_tokens": HEAD if screen else options.head_tokens},
         "respond": {**demo["respond"], **text},
-        "record": {**demo["record"], "document_tokens": 4_000 if quick else options.tokens},
+        "record": {**demo["record"], "document_tokens": 4_000 if quick else tokens},
         "train": {**demo["train"], "num_train_epochs": options.epochs, "eval_steps": 100, "head_tokens": HEAD if screen else options.head_tokens,
                   **({"max_steps": 4} if quick else {})},
         "evaluate": {**demo["evaluate"], "candidates": ["tuned", "lookup", *(() if screen else ("composite",))],
@@ -71,14 +73,12 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
     }  # fmt: skip
     if screen:
         base["train"]["candidates"] = candidates(4 if quick else options.screen_steps)
+    else:
+        base["train"]["phases"] = [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}]
     if part == "adapted":
         base["adapt"] = {"r": 16, "lora_alpha": 32, "learning_rate": 5e-4, "max_tokens": 4_000 if quick else 300_000, "sequence_length": 256,
                          "eval_tokens": 1_000 if quick else 8_000}  # fmt: skip
     return base
-
-
-LENT = {"general": ("corpus", "responses", "recording"), "adapted": ("corpus",)}
-"""The screen's stages that another part takes over: the same target and the same settings."""
 
 
 def curve(report: dict[str, Any]) -> str:
@@ -95,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.evening", description="The best draft of an hour; see the module.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all, in this order)")
     parser.add_argument("--quick", action="store_true", help="very little of everything: does it run?")
-    parser.add_argument("--tokens", type=int, default=900_000, help="document tokens to record")
-    parser.add_argument("--prompts", type=int, default=480, help="responses to learn from")
+    parser.add_argument("--tokens", type=int, default=700_000, help="document tokens to record in the other parts")
+    parser.add_argument("--prompts", type=int, default=1440, help="responses to learn from in the other parts")
     parser.add_argument("--screen-steps", type=int, default=300)
-    parser.add_argument("--epochs", type=float, default=3.0, help="passes over the recording in the other parts")
+    parser.add_argument("--epochs", type=float, default=3.5, help="passes over the recording in the other parts")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="of the target, in the other parts")
     parser.add_argument("--head-tokens", type=int, default=HEAD, help="ids to guess among in the other parts (0: all)")
     parser.add_argument("--stop-after", choices=STOPS, help="stop there; the same command goes on")
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _part(part: str, folder: Path, options: argparse.Namespace) -> None:
     """Make one part as far as asked, and print its report."""
-    borrow(folder / "screen", folder / part, *LENT.get(part, ()))
+    borrow(folder / "screen", folder / part, "corpus")
     report = made(written(folder / f"{part}.yaml", recipe_value(part, folder, options)), options.stop_after)
     if report is None:
         return
