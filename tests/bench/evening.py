@@ -3,7 +3,7 @@
 Three parts, each a recipe of its own in the work folder, made by the product's own stages:
 
 - ``screen``: one recording of agreements, and from it many drafts that differ in one thing each (depth, ids they guess among, loss, LoRA, layers
-  chosen by search), trained for the same number of steps. Its curves of alpha on held-out validation text say
+  chosen by search, kinds of text), trained for the same number of steps. Its curves of alpha on held-out validation text say
   which shape to train on (the test prompts are the other parts' to be judged by), and how alpha grows with depth and with tokens seen.
 - ``general``: the shape named by ``--layers`` and ``--head-tokens``, from a recording with three times as many of the target's own responses, on which
   alone the training ends: at equal tokens they teach more than documents do, and cost more to have.
@@ -35,6 +35,8 @@ GOALS = {"general": {DEPLOYED: 1.6, 0.0: 2.0}, "adapted": {DEPLOYED: 2.0}}
 """Speed-up of the best arm with the tuned draft."""
 HEAD = 6144
 """Ids that a draft guesses among where nothing else is said: the demo's."""
+RESPONSES_LAST = [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}]
+"""Phases: everything, then the target's own text, which is what a draft has to guess."""
 
 
 def candidates(steps: int) -> dict[str, dict[str, Any]]:
@@ -49,6 +51,9 @@ def candidates(steps: int) -> dict[str, dict[str, Any]]:
         "switched": {"train": {"loss": {"name": "forward_kl", "switch": {"to": "lk", "alpha": 0.25}}}},
         "lora": {"train": {"lora": {"r": 32, "lora_alpha": 64}}},
         "searched": {"draft": {"layers": "auto", "depth": 2}},
+        "documents-alone": {"train": {"phases": [{"kinds": ["document"]}]}},
+        "responses-alone": {"train": {"phases": [{"kinds": ["response"]}]}},
+        "responses-last": {"train": {"phases": RESPONSES_LAST}},
     }  # fmt: skip
     return {name: {**more, "train": {"max_steps": steps, **more.get("train", {})}} for name, more in changed.items()}
 
@@ -74,7 +79,7 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
     if screen:
         base["train"]["candidates"] = candidates(4 if quick else options.screen_steps)
     else:
-        base["train"]["phases"] = [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}]
+        base["train"]["phases"] = RESPONSES_LAST
     if part == "adapted":
         base["adapt"] = {"r": 16, "lora_alpha": 32, "learning_rate": 5e-4, "max_tokens": 4_000 if quick else 300_000, "sequence_length": 256,
                          "eval_tokens": 1_000 if quick else 8_000}  # fmt: skip
