@@ -87,12 +87,14 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
 
 
 def curve(report: dict[str, Any]) -> str:
-    """Markdown: held-out alpha (temperature of the deployment, exact, over the ids it drafts from) by tokens seen, a row for each draft."""
+    """Markdown: held-out alpha (temperature of the deployment, exact, over the ids it drafts from) by tokens seen, a row for each draft. Of many
+    measurements those at every doubling, and the last."""
     steps = sorted({c["step"] for found in report["curves"].values() for c in found})
-    lines = [f"| draft | {' | '.join(f'step {s:,}' for s in steps)} |", "|---" * (1 + len(steps)) + "|"]
+    shown = [step for place, step in enumerate(steps) if place & (place - 1) == 0 or step == steps[-1]]
+    lines = [f"| draft | {' | '.join(f'step {s:,}' for s in shown)} |", "|---" * (1 + len(shown)) + "|"]
     for name, found in report["curves"].items():
         at = {c["step"]: f"{c['alpha_deploy']:.3f} ({c['tokens'] / 1000:,.0f}k)" for c in found}
-        lines.append(f"| {name} | {' | '.join(at.get(s, '') for s in steps)} |")
+        lines.append(f"| {name} | {' | '.join(at.get(s, '') for s in shown)} |")
     return "\n".join(lines) + "\n"
 
 
