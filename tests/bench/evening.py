@@ -69,7 +69,7 @@ def recipe_value(part: str, folder: Path, options: argparse.Namespace) -> dict[s
         "draft": {"source": "prune", "layers": [0, 1] if screen else options.layers, "head_tokens": HEAD if screen else options.head_tokens},
         "respond": {**demo["respond"], **text},
         "record": {**demo["record"], "document_tokens": 4_000 if quick else tokens},
-        "train": {**demo["train"], "num_train_epochs": options.epochs, "eval_steps": 100, "head_tokens": HEAD if screen else options.head_tokens,
+        "train": {**demo["train"], "num_train_epochs": 3.0 if screen else options.epochs, "eval_steps": 100, "head_tokens": HEAD if screen else options.head_tokens,
                   **({"max_steps": 4} if quick else {})},
         "evaluate": {**demo["evaluate"], "candidates": ["tuned", "lookup", *(() if screen else ("composite",))],
                      "gammas": [1, 2, 3] if screen else [1, 2, 3, 4], "prompts": 4 if quick else 48,
