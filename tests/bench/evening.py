@@ -135,7 +135,7 @@ def _part(part: str, folder: Path, options: argparse.Namespace) -> None:
     if report is None:
         return
     write_json(folder / f"{part}.json", report)
-    text = "".join(f"Temperature {t:g}:\n\n{table(report, t)}\n" for t in TEMPERATURES) + curve(report)
+    text = "".join(f"Temperature {t:g}:\n\n{table(report, t, by_prediction=part == 'screen')}\n" for t in TEMPERATURES) + curve(report)
     kinds = ("tuned", "composite")
     goals = {
         f"{part}, temperature {t:g}": ((fastest(report, t, *kinds) or {}).get("speedup"), goal) for t, goal in GOALS.get(part, {}).items()

@@ -13,7 +13,7 @@ import yaml
 from draftstill.distill import record
 from draftstill.evaluate.scoring import score
 from draftstill.progress import duration, say
-from draftstill.recipe import Recipe
+from draftstill.recipe import OWN, Recipe
 from draftstill.recipe_io import load_recipe
 from draftstill.runfolder import RunFolder, atomic_write, read_json
 from draftstill.stages import candidate_recipes, draft_stage, failure, stages
@@ -73,15 +73,21 @@ def made(recipe: Recipe, stop: str | None = None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def table(report: dict[str, Any], temperature: float) -> str:
-    """Markdown: each arm at its best gamma, the fastest first."""
+def table(report: dict[str, Any], temperature: float, *, by_prediction: bool = False) -> str:
+    """Markdown: each arm at the gamma that measured best, or ``by_prediction`` is best (where few prompts are timed); the fastest by prediction first."""
     result = report["score"]
     lines = [
         "| arm | trained | tokens seen | gamma | alpha | tau | c | v | predicted | measured |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = [r for r in result["arms"] if r["temperature"] == temperature and r["arm"] != "plain"]
-    for r in sorted(rows, key=lambda r: -r["counts"]["predicted"]["estimate"]):
+    rows = [
+        r
+        for r in result["sweep" if by_prediction else "arms"]
+        if r["temperature"] == temperature and r["domain"] == OWN and r["arm"] != "plain"
+    ]
+    if by_prediction:
+        rows = [max((r for r in rows if r["arm"] == arm), key=_predicted) for arm in {r["arm"] for r in rows}]
+    for r in sorted(rows, key=_predicted, reverse=True):
         own = r["candidate"]
         trained, tokens = "-", "-"
         if own in report["tokens"]:
@@ -91,6 +97,10 @@ def table(report: dict[str, Any], temperature: float) -> str:
                      f"{_times(r['counts']['predicted'])} | {_times(r['speedup'])} |")  # fmt: skip
     lines += [f"\n{name} is not there: {why}" for name, why in report["failed"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _predicted(row: dict[str, Any]) -> float:
+    return float(row["counts"]["predicted"]["estimate"])
 
 
 def fastest(report: dict[str, Any], temperature: float, *kinds: str) -> dict[str, Any] | None:
