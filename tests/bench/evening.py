@@ -27,7 +27,7 @@ import yaml
 from draftstill.cli import config_path
 from draftstill.decode import set_threads
 from draftstill.runfolder import atomic_write, write_json
-from tests.bench.sweeps import DEPLOYED, STOPS, borrow, fastest, judged, made, over, table, written
+from tests.bench.sweeps import DEPLOYED, RESPONSES_LAST, STOPS, borrow, fastest, judged, made, over, table, written
 
 PARTS = ("screen", "general", "adapted")
 TEMPERATURES = (DEPLOYED, 0.0)
@@ -35,8 +35,6 @@ GOALS = {"general": {DEPLOYED: 1.6, 0.0: 2.0}, "adapted": {DEPLOYED: 2.0}}
 """Speed-up of the best arm with the tuned draft."""
 HEAD = 6144
 """Ids that a draft guesses among where nothing else is said: the demo's."""
-RESPONSES_LAST = [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}]
-"""Phases: everything, then the target's own text, which is what a draft has to guess."""
 
 
 def candidates(steps: int) -> dict[str, dict[str, Any]]:

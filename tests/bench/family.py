@@ -6,7 +6,7 @@ as the target, and so gains nothing on a CPU. Beside it, from one recording of t
 - ``small-2`` and ``small-4``: the first layers of the 0.5B, an embedding of 896 numbers;
 - ``own-1``: the first layer of the target itself.
 
-All guess among the ids that the recording uses most. Each is trained for ``--epochs`` passes, the last third of its steps on the target's own
+All guess among the ids that the recording uses most. Each is trained for ``--epochs`` passes, the last 30% of its steps on the target's own
 responses alone; that is meant to come to two hours for all (the table says what it was). Then all of them, the stock draft, prompt lookup and lookup
 with each draft behind it decode the same held-out agreements in turns with plain decoding.
 
@@ -34,7 +34,7 @@ from draftstill.cli import config_path
 from draftstill.decode import set_threads
 from draftstill.progress import say
 from draftstill.runfolder import atomic_write, hash_file, write_json
-from tests.bench.sweeps import DEPLOYED, STOPS, fastest, judged, made, table, written
+from tests.bench.sweeps import DEPLOYED, RESPONSES_LAST, STOPS, fastest, judged, made, table, written
 
 TEMPERATURES = (DEPLOYED, 0.0)
 GOAL = 1.5
@@ -101,7 +101,7 @@ def recipe_value(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "train": {
             **step, "loss": {"name": "lk"}, "num_train_epochs": options.epochs, "eval_steps": 100, "save_steps": 50,
             **({"max_steps": 2} if quick else {}),
-            "phases": [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}],
+            "phases": RESPONSES_LAST,
             "candidates": {"small-2": cut(2), "small-4": cut(4), "own-1": {"draft": {"layers": [0]}}},
         },
         "evaluate": {

@@ -23,6 +23,8 @@ STOPS = ("recording", "training")
 """Stages behind which a run can be broken off; the same command goes on."""
 DEPLOYED = 0.7
 """The temperature that recordings and drafts are made for."""
+RESPONSES_LAST = [{"share": 0.7}, {"share": 0.3, "kinds": ["response"]}]
+"""Phases: everything, then the target's own text, which is what a draft has to guess."""
 
 
 def borrow(lender: Path, borrower: Path, *names: str) -> None:
@@ -86,7 +88,7 @@ def table(report: dict[str, Any], temperature: float, *, by_prediction: bool = F
         if r["temperature"] == temperature and r["domain"] == OWN and r["arm"] != "plain"
     ]
     if by_prediction:
-        rows = [max((r for r in rows if r["arm"] == arm), key=_predicted) for arm in {r["arm"] for r in rows}]
+        rows = [max((r for r in rows if r["arm"] == arm), key=_predicted) for arm in dict.fromkeys(r["arm"] for r in rows)]
     for r in sorted(rows, key=_predicted, reverse=True):
         own = r["candidate"]
         trained, tokens = "-", "-"
