@@ -82,11 +82,7 @@ def table(report: dict[str, Any], temperature: float, *, by_prediction: bool = F
         "| arm | trained | tokens seen | gamma | alpha | tau | c | v | predicted | measured |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = [
-        r
-        for r in result["sweep" if by_prediction else "arms"]
-        if r["temperature"] == temperature and r["domain"] == OWN and r["arm"] != "plain"
-    ]
+    rows = _rows(result["sweep" if by_prediction else "arms"], temperature)
     if by_prediction:
         rows = [max((r for r in rows if r["arm"] == arm), key=_predicted) for arm in dict.fromkeys(r["arm"] for r in rows)]
     for r in sorted(rows, key=_predicted, reverse=True):
@@ -105,9 +101,14 @@ def _predicted(row: dict[str, Any]) -> float:
     return float(row["counts"]["predicted"]["estimate"])
 
 
+def _rows(rows: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+    """Those of every arm but plain decoding, on the text that the drafts are made for."""
+    return [r for r in rows if r["temperature"] == temperature and r["domain"] == OWN and r["arm"] != "plain"]
+
+
 def fastest(report: dict[str, Any], temperature: float, *kinds: str) -> dict[str, Any] | None:
     """The row of the arm of some kinds that measured fastest at its best gamma."""
-    rows = [r for r in report["score"]["arms"] if r["kind"] in kinds and r["temperature"] == temperature and r["speedup"]]
+    rows = [r for r in _rows(report["score"]["arms"], temperature) if r["kind"] in kinds and r["speedup"]]
     return max(rows, key=lambda r: r["speedup"]["estimate"], default=None)
 
 
