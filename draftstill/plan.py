@@ -134,7 +134,7 @@ def _key_facts(recipe: Recipe, run: RunFolder, target: Size | None) -> str:
         ("corpus", recipe.corpus.source),
         ("sampler", f"temperature {s.temperature:g}, top_k {s.top_k or 'all'}, top_p {s.top_p:g}"),
         ("recording", mode),
-        ("loss", f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate:g}"),
+        ("loss", f"{loss.label}, temperature {loss.temperature or recipe.record.temperature:g}; learning rate {recipe.train.learning_rate}"),
         ("score", f"{', '.join(scored)} at temperature {', '.join(f'{t:g}' for t in e.temperatures)}, gamma {', '.join(map(str, e.swept))}"),
         ("seed", str(recipe.seed)),
     ])  # fmt: skip

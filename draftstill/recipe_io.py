@@ -106,7 +106,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate_json(plain, strict=True)
     except ValidationError as error:
-        raise _refusal(str(path), [_fault(e) for e in error.errors()]) from None
+        raise _refusal(str(path), _faults(error)) from None
     candidate_recipes(recipe, str(path))
     return recipe
 
@@ -127,7 +127,7 @@ def candidate_recipes(recipe: Recipe, name: str = "the recipe") -> dict[str, Rec
         try:
             found[candidate] = Recipe.model_validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
-            faults += [_fault(e, key) for e in error.errors()]
+            faults += _faults(error, key)
     if faults:
         raise _refusal(name, faults)
     return found
@@ -138,10 +138,22 @@ def _refusal(name: str, faults: list[str]) -> RecipeError:
     return RecipeError(f"{name}: {count} in the recipe\n" + "\n".join(f"  {f}" for f in faults))
 
 
-def _fault(error: Any, under: str = "") -> str:
-    """One line; ``under``: the key that the location's own path stands under."""
-    # Union branches add their own names to the location; only real keys belong in a dotted path.
-    location = [str(p) for p in error["loc"] if not str(p).startswith(("literal[", "bool", "tuple["))]
+def _faults(error: ValidationError, under: str = "") -> list[str]:
+    """A line for each faulty key; what the branches of a union say of one value is one fault. ``under``: the key that all of them stand under."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for each in error.errors():
+        where, message, found = _fault(each, under)
+        said.setdefault((where, found), []).append(message)
+    return [(f"{where}: " if where else "") + ", or ".join(messages) + found for (where, found), messages in said.items()]
+
+
+_BRANCHES = ("literal[", "bool", "tuple[", "constrained-")
+"""What a union's branches add to a fault's location; only real keys belong in a dotted path."""
+
+
+def _fault(error: Any, under: str) -> tuple[str, str, str]:
+    """The key, what is wrong, and what was found there."""
+    location = [str(p) for p in error["loc"] if not str(p).startswith(_BRANCHES)]
     where, found = ".".join([*([under] if under else []), *location]), error.get("input")
     if error["type"] == "extra_forbidden":
         known = list(_model_at(location[:-1]).model_fields)
@@ -150,14 +162,13 @@ def _fault(error: Any, under: str = "") -> str:
             near_path = difflib.get_close_matches(location[-1], [k.rsplit(".", 1)[-1] for k in recipe_keys()], 1, 0.7)
             near = [k for k in recipe_keys() if near_path and k.endswith("." + near_path[0])][:1]
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return where, f"unknown key; {hint}", ""
     if error["type"] == "missing":
-        return f"{where}: missing; the recipe must set it"
+        return where, "missing; the recipe must set it", ""
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    if isinstance(found, dict):  # a rule over several keys; the message names them
-        return f"{where}: {message}" if where else message
-    return f"{where}: {message} (found {found!r})"
+    # A dict: a rule over several keys; the message names them.
+    return where, message, "" if isinstance(found, dict) else f" (found {found!r})"
 
 
 def _model_at(path: Sequence[str]) -> type[BaseModel]:

@@ -160,7 +160,7 @@ class Tuning:
         settings, drawn = self.settings, self._drawn(self.step)
         tokens = self._count(drawn)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, self.step, self.steps)
+            group["lr"] = learning_rate(settings, settings.learning_rate, self.step, self.steps)
         torch.manual_seed(seed_of(self.recipe.seed, "dropout", self.step))
         self.model.train()
         total = 0.0

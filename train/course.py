@@ -17,6 +17,7 @@ class Course:
     """The steps from the first to the last.
 
     Args:
+        peak: learning rate where a phase names none.
         kept: sequences of the recording that are learnt from.
         per_step: sequences of a step, over all processes.
 
@@ -24,11 +25,13 @@ class Course:
         DraftstillError: a phase asks for a kind of text that the recording does not hold.
     """
 
-    def __init__(self, settings: Train, seed: int, recording: Recording, kept: Sequence[int], per_step: int, temperature: float) -> None:
+    def __init__(
+        self, settings: Train, peak: float, seed: int, recording: Recording, kept: Sequence[int], per_step: int, temperature: float
+    ) -> None:
         self.settings, self.per_step, self._temperature = settings, per_step, temperature
         epochs = math.ceil(settings.num_train_epochs * len(kept) / per_step)
         self.steps = settings.max_steps if settings.max_steps > 0 else max(1, epochs)
-        self._parts = parts(settings, self.steps)
+        self._parts = parts(settings, peak, self.steps)
         kinds = {index: recording.kind(index) for index in kept} if any(p.kinds for p in self._parts) else {}
         self._drawn = [[i for i in kept if not p.kinds or kinds[i] in p.kinds] for p in self._parts]
         for part, drawn in zip(self._parts, self._drawn, strict=True):
@@ -44,8 +47,7 @@ class Course:
         return [drawn[place] for place in self._orders[part.number].take((step - part.first) * self.per_step, self.per_step)]
 
     def learning_rate(self, step: int) -> float:
-        peak = part_of(self._parts, step).peak
-        return learning_rate(self.settings.model_copy(update={"learning_rate": peak}), step, self.steps)
+        return learning_rate(self.settings, part_of(self._parts, step).peak, step, self.steps)
 
     def part(self, step: int) -> Part:
         return part_of(self._parts, step)

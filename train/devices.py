@@ -131,7 +131,7 @@ def backward(job: Job, loss: Tensor, *, last: bool) -> None:
     if is_deepspeed(accelerator):
         bad = accelerator.reduce((~torch.isfinite(loss.detach())).float().reshape(1), "sum")
         if float(bad) > 0:
-            raise NonFiniteLoss(f"step {job.step}: the loss is not finite", key="train.learning_rate", value=job.settings.learning_rate,
+            raise NonFiniteLoss(f"step {job.step}: the loss is not finite", key="train.learning_rate", value=job.peak,
                                 mend="lower the learning rate and add --set-aside, which keeps this attempt beside the new one")  # fmt: skip
         accelerator.sync_gradients = last
     accelerator.backward(loss)

@@ -35,6 +35,7 @@ from draftstill.train.measuring import agreed, held_out, refuse_not_finite
 from draftstill.train.meter import Meter
 from draftstill.train.module import DistilledDraft, attention_share
 from draftstill.train.output import save_draft
+from draftstill.train.rate import peak_rate
 from draftstill.train.schedule import stale
 from draftstill.train.setup import attach, check_recording, checkpoint_layers, fits, groups, templated
 from draftstill.train.step import optimize
@@ -54,13 +55,15 @@ class Job:
             self.recording, self.heldout = (Recording(recorded / side, verify=False) for side in ("train", "heldout"))
             check_recording(recipe, self.recording, self.heldout)
             self.draft: Draft = build_draft(recipe)
-            self.kept, self.refused = learnable(self.recording, chat=templated(recipe, recorded.parent / "responses"))
-            self._divide()
-            self.course = Course(settings, recipe.seed, self.recording, self._learnt(), self.per_step,
-                                 self.recording.manifest.get("temperature", recipe.record.temperature))  # fmt: skip
-            self.steps = self.course.steps
             if settings.init_from is not None:
                 warm_start(self.draft.model, settings.init_from)
+            self.peak = peak_rate(recipe, self.draft.model, self.draft.vocab, quiet=not accelerator.is_main_process)
+            """Learning rate."""
+            self.kept, self.refused = learnable(self.recording, chat=templated(recipe, recorded.parent / "responses"))
+            self._divide()
+            self.course = Course(settings, self.peak, recipe.seed, self.recording, self._learnt(), self.per_step,
+                                 self.recording.manifest.get("temperature", recipe.record.temperature))  # fmt: skip
+            self.steps = self.course.steps
             self.adapted = attach(self.draft.model, settings, recipe.seed)
             """peft's wrapper, where adapters are trained in place of all weights."""
             self.target_head = self.draft.target_head.to(device)
@@ -77,7 +80,7 @@ class Job:
             """The untrained draft, for selective distillation."""
             if settings.tokens.keep < 1:
                 self.reference = copy.deepcopy(self.module).eval().requires_grad_(False).to(device)
-            optimizer = torch.optim.AdamW(groups(self.module, settings), lr=settings.learning_rate,
+            optimizer = torch.optim.AdamW(groups(self.module, settings), lr=self.peak,
                                           betas=(settings.adam_beta1, settings.adam_beta2), fused=True)  # fmt: skip
             self.twin = Twin(self.draft.model, self.adapted) if sharded(accelerator) else None
         self.wrapped, self.optimizer = prepare(self, optimizer)

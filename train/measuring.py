@@ -82,5 +82,5 @@ def refuse_not_finite(job: Job, found: HeldOut) -> None:
         raise NonFiniteLoss(f"{problem}; the held-out recording itself holds such values, in sequences {', '.join(map(str, poisoned[:8]))}{more}",
                             key="run_dir", value=str(job.heldout.folder), mend="delete the recording's folder and record again")  # fmt: skip
     raise NonFiniteLoss(f"{problem}, and the held-out recording is: the weights are not", key="train.learning_rate",
-                        value=job.settings.learning_rate,
+                        value=job.peak,
                         mend="lower the learning rate and add --set-aside, which keeps this attempt beside the new one")  # fmt: skip

@@ -40,7 +40,7 @@ def save_draft(job: Job, folder: Path) -> dict[str, Any]:
     reached = coverage(job.heldout, job.ranking, job.target_head, Sampling(sampler.temperature, sampler.top_k, sampler.top_p))
     save_tensors(folder.parent / RANKING, {"ids": job.ranking.to(torch.int32), **reached})
     return {
-        "name": job.draft.name, "parameters": sum(p.numel() for p in model.parameters()), "steps": job.step, "tokens": job.tokens,
+        "name": job.draft.name, "parameters": sum(p.numel() for p in model.parameters()), "steps": job.step, "tokens": job.tokens, "learning_rate": job.peak,
         "sequences": {"learnt": len(job.kept), "refused": job.refused}, "train_seconds": round(job.seconds, 1), "curve": job.curve, "best": job.best,
         "heldout": {"mode": job.heldout.mode, "head_tokens": job.recipe.draft.head_tokens},  # what the curve's alpha is, and of which head
         "weights_sha256": hash_weights(folder), "coverage": coverage_table(reached, job.recipe.draft.head_tokens),

@@ -15,21 +15,19 @@ class Rates(Protocol):
     """The keys of a section that a learning rate follows from."""
 
     @property
-    def learning_rate(self) -> float: ...
-    @property
     def lr_scheduler_type(self) -> str: ...
     @property
     def warmup_steps(self) -> int: ...
 
 
-def learning_rate(settings: Rates, step: int, steps: int) -> float:
-    """Linear warm-up, then the recipe's shape down to 0 at the last step."""
+def learning_rate(settings: Rates, peak: float, step: int, steps: int) -> float:
+    """Linear warm-up to ``peak``, then the recipe's shape down to 0 at the last step."""
     warm = min(settings.warmup_steps, max(0, steps - 1))
     if step < warm:
-        return settings.learning_rate * (step + 1) / (warm + 1)
+        return peak * (step + 1) / (warm + 1)
     share = (step - warm) / max(1, steps - warm)
     shape = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[settings.lr_scheduler_type]
-    return settings.learning_rate * shape
+    return peak * shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,14 @@ class Part:
     kinds: tuple[Kind, ...]
 
 
-def parts(settings: Train, steps: int) -> list[Part]:
-    """The phases over ``steps`` steps, in order; one where the recipe names none. A share too small for a step has none."""
+def parts(settings: Train, peak: float, steps: int) -> list[Part]:
+    """The phases over ``steps`` steps, in order; one where the recipe names none. Their learning rate is ``peak`` where they name none. A share too small
+    for a step has none."""
     if not settings.phases:
-        return [Part(0, 0, steps, settings.loss, settings.learning_rate, ())]
+        return [Part(0, 0, steps, settings.loss, peak, ())]
     ends = [round(steps * done / sum(p.share for p in settings.phases)) for done in accumulate(p.share for p in settings.phases)]
     return [
-        Part(number, first, end, phase.loss or settings.loss, phase.learning_rate or settings.learning_rate, phase.kinds)
+        Part(number, first, end, phase.loss or settings.loss, phase.learning_rate or peak, phase.kinds)
         for number, (phase, first, end) in enumerate(zip(settings.phases, [0, *ends], ends, strict=False))
     ]
 

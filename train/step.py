@@ -91,7 +91,7 @@ def _not_finite(job: Job, indices: list[int], loss: float, norm: float) -> NonFi
     if poisoned:
         return NonFiniteLoss(f"{problem}; the recording itself holds such values, in sequences {', '.join(map(str, poisoned[:8]))}", key="run_dir",
                              value=str(job.recording.folder), mend="delete the recording's folder and record again")  # fmt: skip
-    return NonFiniteLoss(problem, key="train.learning_rate", value=job.settings.learning_rate,
+    return NonFiniteLoss(problem, key="train.learning_rate", value=job.peak,
                          mend="lower the learning rate and add --set-aside, which keeps this attempt beside the new one")  # fmt: skip
 
 

@@ -120,8 +120,9 @@ class Train(Section):
     init_from: str | None = None
     """A folder or .safetensors file whose weights the draft begins with, in place of its own: a warm start. Shapes must be the same. To go on
     with a stopped run, repeat its command instead."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    """Peak learning rate."""
+    learning_rate: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
+    """Peak learning rate. ``auto``: 2.5% of the size (root mean square) of the draft's embedding where the draft is cut, 1% where an existing model or a
+    warm start goes on, 1e-3 for fresh layers and adapters."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10

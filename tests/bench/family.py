@@ -4,11 +4,13 @@ Target: the Q4 release of Qwen2.5-Coder-1.5B-Instruct; its stock draft: Qwen2.5-
 as the target, and so gains nothing on a CPU. Beside it, from one recording of the target's laws on agreements:
 
 - ``small-2`` and ``small-4``: the first layers of the 0.5B, an embedding of 896 numbers;
-- ``own-1``: the first layer of the target itself.
+- ``own-1``, where ``--candidates`` names it: the first layer of the target itself.
 
 All guess among the ids that the recording uses most. Each is trained for ``--epochs`` passes, the last 30% of its steps on the target's own
-responses alone; that is meant to come to an hour for all (the table says what it was). Then all of them, the stock draft, prompt lookup and lookup
+responses alone; that is meant to come to an hour for both (the table says what it was). Then all of them, the stock draft, prompt lookup and lookup
 with each draft behind it decode the same held-out agreements in turns with plain decoding.
+
+``--rates`` trains small-2 for 100 steps at each of several learning rates instead, from the same recording, and scores none of them.
 
 The models come as parts of wheels (1.6 GB) from the package index, pinned by the SHA-256 of the joined files. Their uploader is anonymous and states no
 licence: they are used here, and nowhere else in the project. Everything is made by one recipe, which lies in the work folder, and by the product's
@@ -33,10 +35,15 @@ from draftstill.cache import cache_dir, cached
 from draftstill.cli import config_path
 from draftstill.decode import set_threads
 from draftstill.progress import say
-from draftstill.runfolder import atomic_write, hash_file, write_json
+from draftstill.recipe import Recipe
+from draftstill.runfolder import RunFolder, atomic_write, hash_file, write_json
+from draftstill.stages import candidate_recipes, draft_stage, stages
+from draftstill.train.build import build_draft
+from draftstill.train.rate import weight_size
 from tests.bench.sweeps import DEPLOYED, RESPONSES_LAST, STOPS, fastest, judged, made, table, written
 
 TEMPERATURES = (DEPLOYED, 0.0)
+RATES = (1e-4, 2e-4, "auto", 1e-3, 1.5e-3)
 GOAL = 1.5
 """Speed-up at the deployment's temperature that the best tuned draft, alone or behind lookup, should reach."""
 
@@ -88,11 +95,17 @@ def recipe_value(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The recipe, as YAML holds it."""
     target, small = ({"source": str(m.path), "sha256": m.sha256} for m in (TARGET, STOCK))
     quick = options.quick
-    # Steps are few and large: each of them moves the tied embedding of 136 million numbers. And small in learning rate: those numbers are .017
-    # in size, and at 1.5e-3 the first steps made noise of them (alpha .433 after 753,000 tokens, where 5e-4 gave .452 after 150,000).
+    # Steps are few and large: each of them moves the tied embedding of 136 million numbers. The learning rate is 2.9% of those numbers' size.
     step = {"per_device_train_batch_size": 8, "learning_rate": 5e-4, "head_tokens": 8192, "full_head_from": 0.95}
     cut = lambda layers: {"draft": {**small, "cut": True, "layers": list(range(layers))}}  # noqa: E731
     drafts = {"small-2": cut(2), "small-4": cut(4), "own-1": {"draft": {"layers": [0]}}}
+    chosen = {name: drafts[name] for name in options.candidates}
+    if options.rates:
+        short = {"max_steps": 2 if quick else 100, "eval_steps": 100}
+        chosen = {
+            f"rate-{rate if isinstance(rate, str) else f'{rate * 1e6:.0f}e-6'}": {**cut(2), "train": {**short, "learning_rate": rate}}
+            for rate in RATES
+        }
     return {
         "run_dir": str(folder / "run"), "target": target,
         "draft": {"source": "prune", "layers": [0], "head_tokens": 8192},
@@ -104,7 +117,7 @@ def recipe_value(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             **step, "loss": {"name": "lk"}, "num_train_epochs": options.epochs, "eval_steps": 100, "save_steps": 50,
             **({"max_steps": 2} if quick else {}),
             "phases": RESPONSES_LAST,
-            "candidates": {name: drafts[name] for name in options.candidates},
+            "candidates": chosen,
         },
         "evaluate": {
             "candidates": ["tuned", "lookup", "composite"], "stock": {"qwen-500m": small}, "temperatures": [0.0, DEPLOYED],
@@ -115,6 +128,20 @@ def recipe_value(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rates(recipe: Recipe) -> str:
+    """Markdown: what each learning rate came to."""
+    lines = ["| learning rate | of the embedding's size | tokens seen | alpha, T = .7 | alpha, T = 1 |", "|---|---|---|---|---|"]
+    found = stages(recipe, RunFolder(recipe.run_dir))
+    for name, own in candidate_recipes(recipe).items():
+        facts, draft = found[draft_stage(name)].facts(), build_draft(own)
+        share, last = facts["learning_rate"] / weight_size(draft.model, draft.vocab), facts["curve"][-1]
+        auto = " (auto)" if own.train.learning_rate == "auto" else ""
+        lines.append(
+            f"| {facts['learning_rate']:g}{auto} | {share:.1%} | {last['tokens']:,} | {last['alpha_deploy']:.3f} | {last['alpha']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.family", description="A real family and its drafts; see the module.")
     parser.add_argument(
@@ -123,8 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=120_000, help="document tokens to record beside the responses")
     parser.add_argument("--prompts", type=int, default=512, help="responses to learn from")
     parser.add_argument(
-        "--candidates", nargs="+", choices=("small-2", "small-4", "own-1"), default=["small-2", "small-4", "own-1"], help="drafts to train"
+        "--candidates", nargs="+", choices=("small-2", "small-4", "own-1"), default=["small-2", "small-4"], help="drafts to train"
     )
+    parser.add_argument("--rates", action="store_true", help="learning rates in place of drafts: held-out alpha of each, no score")
     parser.add_argument("--epochs", type=float, default=4.0, help="passes of each candidate over the recording")
     parser.add_argument("--stop-after", choices=STOPS, help="stop there; the same command goes on")
     parser.add_argument("--out", type=Path, help="work folder (default: runs/bench/family)")
@@ -134,7 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for model in (TARGET, STOCK):
         model.fetch()
-    report = made(written(folder / "family.yaml", recipe_value(folder, options)), options.stop_after)
+    recipe = written(folder / ("rates.yaml" if options.rates else "family.yaml"), recipe_value(folder, options))
+    report = made(recipe, STOPS[1] if options.rates else options.stop_after)
+    if options.rates:
+        atomic_write(folder / "rates.md", text := rates(recipe))
+        print("\n" + text)
     if report is None:
         return 0
     text = "".join(f"Temperature {t:g}:\n\n{table(report, t)}\n" for t in TEMPERATURES)

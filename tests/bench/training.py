@@ -59,7 +59,7 @@ class Bare:
     def __init__(self, job: Job) -> None:
         self.job, self.module = job, copy.deepcopy(job.module)
         settings = job.settings
-        self.optimizer = torch.optim.AdamW(groups(self.module, settings), lr=settings.learning_rate,
+        self.optimizer = torch.optim.AdamW(groups(self.module, settings), lr=job.peak,
                                            betas=(settings.adam_beta1, settings.adam_beta2), fused=True)  # fmt: skip
 
     def prepared(self, step: int) -> list[Any]:

@@ -58,6 +58,20 @@ def test_all_faults_of_a_file_are_shown_at_once(write):
     assert "train.learning_rate: " in message and "found 'fast'" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("train: {learning_rate: fast}", "train.learning_rate", "input should be a valid number, or input should be 'auto' (found 'fast')"),
+        ("train: {learning_rate: -1}", "train.learning_rate", "input should be greater than 0, or input should be 'auto' (found -1)"),
+        ("draft: {layers: some}", "draft.layers", "or input should be 'auto' (found 'some')"),
+        ("train: {bf16: maybe}", "train.bf16", "or input should be 'auto' (found 'maybe')"),
+    ],
+)
+def test_a_value_of_several_kinds_has_one_fault(write, text, key, says):
+    message = fault(write, MINIMAL + text + "\n")
+    assert "1 fault in" in message and f"  {key}: " in message and says in message
+
+
 def test_missing_key(write):
     assert "corpus: missing" in fault(write, "run_dir: x\ntarget: {source: a/b}\n")
 

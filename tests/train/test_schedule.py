@@ -12,7 +12,7 @@ from draftstill.train.schedule import learning_rate, part_of, parts, stale, swit
 
 def test_learning_rate_shapes() -> None:
     for name in ("cosine", "linear", "constant"):
-        rates = [learning_rate(Train(learning_rate=1.0, warmup_steps=10, lr_scheduler_type=name), s, 100) for s in range(100)]
+        rates = [learning_rate(Train(warmup_steps=10, lr_scheduler_type=name), 1.0, s, 100) for s in range(100)]
         assert all(a < b for a, b in zip(rates[:10], rates[1:11], strict=True)) and rates[0] == pytest.approx(1 / 11)
         assert rates[10] == 1.0 == max(rates)
         assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
@@ -24,18 +24,18 @@ def test_learning_rate_shapes() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_run_shorter_than_its_warm_up(steps: int) -> None:
-    rates = [learning_rate(Train(learning_rate=1.0, warmup_steps=10), s, steps) for s in range(steps)]
+    rates = [learning_rate(Train(warmup_steps=10), 1.0, s, steps) for s in range(steps)]
     assert all(0 < r <= 1 for r in rates) and rates[-1] == max(rates)
 
 
 def test_phases_share_all_steps() -> None:
     for shares, steps in (((2, 1), 18), ((1, 1, 1), 10), ((5, 1), 3), ((1, 1, 1), 1)):
-        found = parts(Train(phases=tuple(Phase(share=float(s)) for s in shares)), steps)
+        found = parts(Train(phases=tuple(Phase(share=float(s)) for s in shares)), 1.0, steps)
         assert [part_of(found, s).number for s in range(steps)] == sorted(part_of(found, s).number for s in range(steps))
         assert found[0].first == 0 and found[-1].end == steps and all(a.end == b.first for a, b in zip(found, found[1:], strict=False))
         assert all(abs((p.end - p.first) - steps * s / sum(shares)) <= 1 for p, s in zip(found, shares, strict=True))
-    (only,) = parts(Train(), 7)
-    assert (only.first, only.end, only.kinds) == (0, 7, ()) and part_of([only], 7) == only
+    (only,) = parts(Train(), 0.5, 7)
+    assert (only.first, only.end, only.peak, only.kinds) == (0, 7, 0.5, ()) and part_of([only], 7) == only
 
 
 def test_a_switch_goes_by_the_best_so_far() -> None:
