@@ -131,10 +131,12 @@ def recipe_value(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def rates(recipe: Recipe) -> str:
     """Markdown: what each learning rate came to."""
     lines = ["| learning rate | of the embedding's size | tokens seen | alpha, T = .7 | alpha, T = 1 |", "|---|---|---|---|---|"]
-    found = stages(recipe, RunFolder(recipe.run_dir))
-    for name, own in candidate_recipes(recipe).items():
-        facts, draft = found[draft_stage(name)].facts(), build_draft(own)
-        share, last = facts["learning_rate"] / weight_size(draft.model, draft.vocab), facts["curve"][-1]
+    found, own_recipes = stages(recipe, RunFolder(recipe.run_dir)), candidate_recipes(recipe)
+    draft = build_draft(next(iter(own_recipes.values())))  # all begin with the same
+    size = weight_size(draft.model, draft.vocab)
+    for name, own in own_recipes.items():
+        facts = found[draft_stage(name)].facts()
+        share, last = facts["learning_rate"] / size, facts["curve"][-1]
         auto = " (auto)" if own.train.learning_rate == "auto" else ""
         lines.append(
             f"| {facts['learning_rate']:g}{auto} | {share:.1%} | {last['tokens']:,} | {last['alpha_deploy']:.3f} | {last['alpha']:.3f} |"

@@ -64,6 +64,8 @@ def test_all_faults_of_a_file_are_shown_at_once(write):
         ("train: {learning_rate: fast}", "train.learning_rate", "input should be a valid number, or input should be 'auto' (found 'fast')"),
         ("train: {learning_rate: -1}", "train.learning_rate", "input should be greater than 0, or input should be 'auto' (found -1)"),
         ("draft: {layers: some}", "draft.layers", "or input should be 'auto' (found 'some')"),
+        ("publish: {gguf: f32}", "publish.gguf", "input should be 'auto'"),
+        ("train: {lora: {target_modules: some}}", "train.lora.target_modules", "input should be 'all-linear'"),
         ("train: {bf16: maybe}", "train.bf16", "or input should be 'auto' (found 'maybe')"),
     ],
 )

@@ -50,6 +50,7 @@ def test_it_goes_with_the_size_of_the_weights(rms: float) -> None:
         ({"source": "other"}, {}, WHOLE * 0.1),
         (CUT_DRAFT, {"init_from": "weights"}, WHOLE * 0.1),
         ({"source": "fresh", "depth": 1}, {}, NEW),
+        ({"source": "fresh", "depth": 1}, {"init_from": "weights"}, WHOLE * 0.1),
         (CUT_DRAFT, {"lora": {"r": 4}}, NEW),
         (CUT_DRAFT, {"learning_rate": 7e-4}, 7e-4),
     ],
