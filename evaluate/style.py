@@ -19,7 +19,7 @@ _SHEET = """
 --more1:#f09abf;--more2:#ff7b72;--more3:#9bd14b;--more4:#4fd0dc;
 --draft:#5aa9ff;--verify:#68737f;--sample:#e3b341;--host:#b392f0;--acc:#1d4d2c;--cor:#6b3216;--bon:#1d3f70}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:1080px;padding:24px 20px 60px;background:var(--bg);color:var(--ink);
+body{margin:0 auto;max-width:1120px;padding:24px 20px 60px;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;overflow-wrap:anywhere;
 -webkit-print-color-adjust:exact;print-color-adjust:exact}
 h1{font-size:1.9rem;line-height:1.25;margin:.3em 0 .4em;font-weight:650;max-width:46ch;text-wrap:balance}
